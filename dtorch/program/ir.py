@@ -1,0 +1,118 @@
+"""The program: the only thing workers are ever asked to run.
+
+A straight-line list of instructions over slots, with global meaning. Slots ``0 … inputs-1`` are the inputs; every
+instruction writes fresh ones. What differs from call to call (sizes, indices, numbers) is not in the program but an
+*operand* of its run, so a decode step with a longer cache defines nothing new on the workers.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+Codes = tuple[Union[int, str], ...]
+"""Placements as `dtorch.placement.encode` writes them."""
+
+
+class Slot(msgspec.Struct, frozen=True, tag="slot"):
+    """A value."""
+
+    index: int
+
+
+class Operand(msgspec.Struct, frozen=True, tag="operand"):
+    """The ``index``-th operand of the run: a number, or a (nested) list of numbers."""
+
+    index: int
+
+
+class Const(msgspec.Struct, frozen=True, tag="const"):
+    """A constant msgpack has no type for. ``kind``: dtype, layout, memory_format, complex, int or device (the device's own)."""
+
+    kind: str
+    value: str
+
+
+class LocalShape(msgspec.Struct, frozen=True, tag="local_shape"):
+    """The part of the global shape ``shape`` (an `Operand`) that a device holds under ``placements``."""
+
+    shape: Operand
+    placements: Codes
+
+
+Arg = Union[None, bool, int, float, str, list["Arg"], Slot, Operand, Const, LocalShape]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How a tensor lies on the program's mesh: its placements and its global shape."""
+
+    placements: Codes
+    shape: Operand
+
+
+class Op(msgspec.Struct, frozen=True, tag="op"):
+    """Run a torch op on what each device holds.
+
+    ``outs``: a slot for each tensor the op returns, flattened; -1 for one that is None or not kept. An op that writes its
+    inputs writes the devices' own tensors. ``orders``: for each out, the dims from the largest stride to the smallest, or
+    None where any will do; a local result whose order differs is copied into that order.
+    """
+
+    name: str
+    args: list[Arg]
+    kwargs: dict[str, Arg]
+    outs: list[int]
+    orders: list[list[int] | None] = []
+
+
+class Local(msgspec.Struct, frozen=True, tag="local"):
+    """Run one of dtorch's own device functions (`dtorch.worker.functions`): it knows where the device stands.
+
+    Called as ``function(here, *args, **kwargs)``; ``here`` gives the mesh, the coordinate and the boxes of the layouts.
+    """
+
+    name: str
+    args: list[Arg]
+    kwargs: dict[str, Arg]
+    outs: list[int]
+    inputs: list[Layout] = []
+    outputs: list[Layout] = []
+
+
+class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
+    """Bring a tensor to other placements, maybe on another mesh. The one instruction that communicates.
+
+    The result is never an alias of the source.
+    """
+
+    source: int
+    out: int
+    source_mesh: int
+    source_placements: Codes
+    target_mesh: int
+    target_placements: Codes
+    shape: Operand
+    dtype: str
+
+
+Instruction = Union[Op, Local, Reshard]
+
+
+class Program(msgspec.Struct, frozen=True):
+    """``name`` is for people. ``mesh`` is the id of the mesh the ops run on; devices of no mesh named in it skip the program."""
+
+    name: str
+    mesh: int
+    inputs: int
+    operands: int
+    body: list[Instruction]
+    outputs: list[int]
+
+    def meshes(self) -> set[int]:
+        """The ids of every mesh that takes part."""
+        found = {self.mesh}
+        for instruction in self.body:
+            if isinstance(instruction, Reshard):
+                found |= {instruction.source_mesh, instruction.target_mesh}
+        return found

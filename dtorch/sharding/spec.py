@@ -1,0 +1,109 @@
+"""Spec: all that planning ever looks at of a tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ..mesh import DeviceMesh
+from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard
+
+
+class Spec:
+    """(mesh, placements, shape, stride, dtype) of a distributed tensor, global in every part.
+
+    Interned: two specs that agree in every part are one object, so they are compared and hashed by identity. Make one with
+    `Spec.of`. Placements must be normalised (`dtorch.placement.normalize`).
+    """
+
+    __slots__ = ("mesh", "placements", "shape", "stride", "dtype", "replicated", "has_partial", "key", "__weakref__")
+
+    mesh: DeviceMesh
+    placements: PlacementList
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    #: Every placement is Replicate.
+    replicated: bool
+    #: Some placement is Partial.
+    has_partial: bool
+
+    @staticmethod
+    def of(
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        stride: Sequence[int] | None,
+        dtype: torch.dtype,
+    ) -> Spec:
+        """The one spec of these parts; no ``stride`` means contiguous."""
+        shape = torch.Size(shape)
+        stride = contiguous_stride(shape) if stride is None else tuple(stride)
+        placements = placements if type(placements) is PlacementList else PlacementList(placements)
+        key = (mesh, placements, shape, stride, dtype)
+        found = _SPECS.get(key)
+        if found is None:
+            found = object.__new__(Spec)
+            found.mesh = _MESHES.setdefault(mesh, mesh)
+            found.placements = placements
+            found.shape = shape
+            found.stride = stride
+            found.dtype = dtype
+            found.replicated = all(p is REPLICATE for p in placements)
+            found.has_partial = any(is_partial(p) for p in placements)
+            found.key = key
+            found = _SPECS.setdefault(key, found)
+        return found
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def with_placements(self, placements: Sequence[Placement]) -> Spec:
+        """This tensor under other placements on the same mesh."""
+        return Spec.of(self.mesh, placements, self.shape, self.stride, self.dtype)
+
+    def replicate(self) -> Spec:
+        """This tensor replicated over its mesh."""
+        return self if self.replicated else self.with_placements(replicated(self.mesh))
+
+    def shards(self, dim: int) -> int:
+        """How many pieces tensor dim ``dim`` is cut into."""
+        pieces = 1
+        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
+            if is_shard(placement) and placement.dim == dim:  # type: ignore[attr-defined]
+                pieces *= size
+        return pieces
+
+    def __repr__(self) -> str:
+        return f"Spec({tuple(self.shape)}, {self.dtype}, {self.placements!r}, {self.mesh!r})"
+
+
+_SPECS: weakref.WeakValueDictionary[tuple, Spec] = weakref.WeakValueDictionary()
+_MESHES: weakref.WeakKeyDictionary[DeviceMesh, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def intern_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh object that specs use for every mesh equal to ``mesh``."""
+    return _MESHES.setdefault(mesh, mesh)
+
+
+def replicated(mesh: DeviceMesh) -> PlacementList:
+    """Replicate on every axis of ``mesh``."""
+    return PlacementList((REPLICATE,) * len(mesh.shape))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

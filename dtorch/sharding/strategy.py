@@ -1,0 +1,115 @@
+"""What a sharding rule is: the legal placements of one op along one mesh axis.
+
+A rule is a small pure function from a `Call` to a list of `Strategy`, each of which is right for any number of devices on
+the axis, uneven and empty shards included, whatever the other axes do. "Everything replicated" is always legal and need not
+be listed. An op without a rule has only that: it is gathered and run replicated. `choose` picks one strategy per axis by cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..placement import Placement
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorArg:
+    """A tensor in a call, as a rule sees it: global shape, stride and dtype; ``index`` counts the call's tensors in order."""
+
+    index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op: ``args`` and ``kwargs`` with a `TensorArg` for every tensor; ``inputs`` are those, in order.
+
+    Every schema argument is reachable by name through `get`, defaults included.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[TensorArg, ...]
+    outputs: tuple[TensorArg | None, ...]
+
+    def get(self, name: str) -> Any:
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                if position < len(self.args) and not argument.kwarg_only:
+                    return self.args[position]
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                return argument.default_value
+        raise KeyError(f"{self.op} has no argument {name!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Strategy:
+    """Placements of every input tensor and every output along one axis.
+
+    Args:
+        inputs: one per input tensor, in order.
+        outputs: one per output, in order (None for outputs that are not tensors). A reduction other than ``sum`` may stand
+            here; it is completed before the plan ends.
+        even: a size that the number of pieces of the sharded dim (all axes together) must divide; None if any will do.
+        nonempty: the kernel rejects an empty shard, so no device may hold one.
+        local: a device function (`dtorch.worker.functions`) or op (``aten.…``) to run in place of the op, with the same
+            arguments; None for the op itself.
+        finish: a device function run on the reduced outputs (they are brought from Partial to Replicate first); it takes the
+            outputs, then the op's arguments that are not tensors, and returns the final outputs.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+    even: int | None = None
+    nonempty: bool = False
+    local: str | None = None
+    finish: str | None = None
+
+
+Rule = Callable[[Call], Iterable[Strategy]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RuleEntry:
+    """A rule and how the op's own arguments become local.
+
+    ``local_shapes`` names the arguments that hold a shape, each with the output whose local shape replaces it.
+    """
+
+    rule: Rule
+    local_shapes: dict[str, int]
+
+
+RULES: dict[Any, RuleEntry] = {}
+
+
+def rule(*ops: Any, local_shapes: dict[str, int] | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for ``ops`` (OpOverloads); a second rule for one op is an error."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            if op in RULES:
+                raise ValueError(f"{op} has a rule already")
+            RULES[op] = RuleEntry(function, local_shapes or {})
+        return function
+
+    return register
+
+
+def everywhere(placement: Placement, call: Call) -> Strategy:
+    """``placement`` for every input and output."""
+    return Strategy((placement,) * len(call.inputs), tuple(None if o is None else placement for o in call.outputs))
+
+
