@@ -1,0 +1,50 @@
+"""What the controller asks of an engine: real worker processes, or the in-process simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+EventHandler = Callable[[list], None]
+"""Takes one worker event of `dtorch.engine.protocol`. Called from the engine's receiving thread, or from inside `Engine.send`."""
+LostHandler = Callable[[Exception], None]
+"""Takes the `WorkerLost` that ends the cluster; called once, from the engine's receiving thread."""
+
+
+class Engine(Protocol):
+    """A set of workers that all get the same commands in the same order."""
+
+    def ensure(self, device_type: str, device_ids: Sequence[int]) -> None:
+        """Start the workers these devices need; return when commands sent from now on will reach them.
+
+        Workers that join later have missed earlier commands: the controller sends them the meshes and programs they need again.
+
+        Raises:
+            DeviceUnavailable: a device that does not exist here, or more workers than the limit.
+        """
+
+    def send(self, commands: list[list]) -> None:
+        """Deliver one batch to every worker. Returns at once. The caller serialises calls."""
+
+    def behind(self) -> int:
+        """How many of the commands sent the slowest known worker has yet to run. Cheap: it is asked before every flush."""
+
+    def wait_behind(self, limit: int) -> None:
+        """Block (in the kernel) until `behind` is at most ``limit`` or the cluster is lost. Called without the controller's lock."""
+
+    def stage(self, tensor: torch.Tensor) -> Any:
+        """A contiguous CPU tensor as a PUT command's ``blob``. May wait for space; called without the controller's lock.
+
+        The blob is good for the next PUT sent; its space is taken back once every worker has run that command.
+        """
+
+    def landing(self, nbytes: int) -> tuple[torch.Tensor, Any] | None:
+        """Space for a GET: a uint8 tensor of ``nbytes`` and the command's ``landing``; None where replies carry the bytes."""
+
+    def release(self, landing: Any) -> None:
+        """The landing's bytes have been copied out, or its GET has failed."""
+
+    def close(self) -> None:
+        """End every worker and remove every trace. Does not raise; may be called twice."""
