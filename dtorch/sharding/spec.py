@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -107,3 +108,15 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
+
+
+_MESH_IDS: weakref.WeakKeyDictionary[DeviceMesh, int] = weakref.WeakKeyDictionary()
+_next_mesh_id = itertools.count()
+
+
+def mesh_id(mesh: DeviceMesh) -> int:
+    """The number by which programs and commands name ``mesh``."""
+    found = _MESH_IDS.get(mesh)
+    if found is None:
+        found = _MESH_IDS[mesh] = next(_next_mesh_id)
+    return found

@@ -65,7 +65,8 @@ class Strategy:
         even: a size that the number of pieces of the sharded dim (all axes together) must divide; None if any will do.
         nonempty: the kernel rejects an empty shard, so no device may hold one.
         local: a device function (`dtorch.worker.functions`) or op (``aten.…``) to run in place of the op, with the same
-            arguments; None for the op itself.
+            arguments; None for the op itself. It runs for all axes at once, so it must also be right for every other strategy
+            of its rule that another axis may pick.
         finish: a device function run on the reduced outputs (they are brought from Partial to Replicate first); it takes the
             outputs, then the op's arguments that are not tensors, and returns the final outputs.
     """
@@ -78,7 +79,20 @@ class Strategy:
     finish: str | None = None
 
 
-Rule = Callable[[Call], Iterable[Strategy]]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Inputs and outputs of a list op that are placed without regard to the others: one index of its lists.
+
+    ``strategies`` speak of the group's own ``inputs`` and ``outputs``, in that order. A rule that returns groups returns
+    nothing else; an input in no group is replicated.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+
+
+Rule = Callable[[Call], Iterable[Strategy] | Iterable[Group]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,282 @@
+"""Choose one legal strategy per mesh axis by the bytes it would move.
+
+The cost of an axis is what each device sends along it to bring the inputs from where they are, plus what a newly pending
+sum will cost when it is completed. Computing is taken as free, so ties go to the strategy that moves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard
+from .rules import rule_for
+from .spec import Spec, replicated
+from .strategy import Call, Group, Strategy
+
+#: What one more collective costs, in bytes: below this, one all-reduce beats a reduce-scatter now and an all-gather later.
+LATENCY = 64 * 1024
+
+#: How many combinations over the axes are tried before falling back to replicating everything.
+ATTEMPTS = 200
+
+NO_KEEP: Mapping[int, int | None] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """Where an op runs.
+
+    Args:
+        inputs: the placements each input tensor is brought to.
+        outputs: the placements of what the op (or ``local``) returns, before ``finish``; None for an output that is no tensor.
+            A Partial whose reduction is not ``sum``, and every Partial if there is a ``finish``, must be completed to Replicate.
+        local: the device function or op to run in place of the op.
+        finish: the device function to run on the completed outputs.
+        gathered: a sharded or pending input had to be made whole because no rule allowed anything else.
+        keep_failed: the placements to keep cannot be kept; this decision is what is best without keeping them.
+        local_shapes: arguments that hold a shape, each with the output whose local shape replaces it.
+    """
+
+    inputs: tuple[PlacementList, ...]
+    outputs: tuple[PlacementList | None, ...]
+    local: str | None = None
+    finish: str | None = None
+    gathered: bool = False
+    keep_failed: bool = False
+    local_shapes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None] = NO_KEEP) -> Decision:
+    """The cheapest legal placements for ``call``.
+
+    Args:
+        specs: one per entry of ``call.inputs``, all on one mesh.
+        keep: inputs that are written in place, so whose placements must stay; each with the index of the output that
+            aliases it (and so must have the same placements) or None.
+    """
+    mesh = specs[0].mesh
+    entry = rule_for(call.op)
+    if all(spec.replicated for spec in specs):
+        whole = replicated(mesh)
+        shapes = entry.local_shapes if entry is not None else {}
+        return Decision((whole,) * len(specs), tuple(None if o is None else whole for o in call.outputs), local_shapes=shapes)
+    if entry is None:
+        return _whole(call, specs, keep, {})
+    found = list(entry.rule(call))
+    if found and type(found[0]) is Group:
+        problems = [_Problem.of_group(call, specs, group, keep) for group in found]  # type: ignore[arg-type]
+    else:
+        problems = [_Problem.of_call(call, specs, found, keep)]  # type: ignore[arg-type]
+    inputs = [[REPLICATE] * len(mesh.shape) for _ in specs]
+    outputs = [[REPLICATE] * len(mesh.shape) for _ in call.outputs]
+    local = finish = None
+    gathered = False
+    for problem in problems:
+        chosen = problem.solve()
+        if chosen is None:
+            if problem.keep:
+                return dataclasses.replace(choose(call, specs), keep_failed=True)
+            return _whole(call, specs, keep, entry.local_shapes)
+        for axis, strategy in enumerate(chosen):
+            for i, placement in zip(problem.inputs, strategy.inputs, strict=True):
+                inputs[i][axis] = placement
+            for o, placement in zip(problem.outputs, strategy.outputs, strict=True):
+                outputs[o][axis] = placement
+            local = local or strategy.local
+            finish = finish or strategy.finish
+        gathered = gathered or problem.gathered
+    if keep and len(problems) > 1 and any(PlacementList(inputs[i]) != specs[i].placements for i in keep):
+        return dataclasses.replace(choose(call, specs), keep_failed=True)
+    return Decision(
+        tuple(map(PlacementList, inputs)),
+        tuple(None if o is None else PlacementList(p) for o, p in zip(call.outputs, outputs, strict=True)),
+        local,
+        finish,
+        gathered,
+        False,
+        entry.local_shapes,
+    )
+
+
+def _whole(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None], shapes: Mapping[str, int]) -> Decision:
+    """Everything gathered, the op run replicated."""
+    whole = replicated(specs[0].mesh)
+    outputs = tuple(None if o is None else whole for o in call.outputs)
+    kept = all(specs[i].replicated for i in keep)
+    return Decision((whole,) * len(specs), outputs, gathered=True, keep_failed=not kept, local_shapes=shapes)
+
+
+class _Problem:
+    """The choice for one set of tensors that are placed together: a whole call, or one index of a list op."""
+
+    __slots__ = ("inputs", "outputs", "strategies", "keep", "specs", "call", "mesh_shape", "gathered", "attempts")
+
+    def __init__(
+        self,
+        call: Call,
+        specs: Sequence[Spec],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        strategies: Sequence[Strategy],
+        keep: Mapping[int, int | None],
+    ) -> None:
+        """``specs`` are those of ``inputs`` only; ``keep`` counts within ``inputs`` and ``outputs``."""
+        self.call = call
+        self.specs = specs
+        self.inputs = inputs
+        self.outputs = outputs
+        self.strategies = strategies
+        self.keep = keep
+        self.mesh_shape = specs[0].mesh.shape
+        self.gathered = False
+        self.attempts = ATTEMPTS
+
+    @staticmethod
+    def of_call(call: Call, specs: Sequence[Spec], strategies: list[Strategy], keep: Mapping[int, int | None]) -> _Problem:
+        return _Problem(call, specs, range(len(specs)), range(len(call.outputs)), strategies, keep)
+
+    @staticmethod
+    def of_group(call: Call, specs: Sequence[Spec], group: Group, keep: Mapping[int, int | None]) -> _Problem:
+        mine = {}
+        for position, i in enumerate(group.inputs):
+            if i in keep:
+                aliased = keep[i]
+                mine[position] = group.outputs.index(aliased) if aliased in group.outputs else None
+        return _Problem(call, [specs[i] for i in group.inputs], group.inputs, group.outputs, group.strategies, mine)
+
+    def solve(self) -> list[Strategy] | None:
+        """One strategy per axis, or None if ``keep`` allows none."""
+        nothing = Strategy(
+            (REPLICATE,) * len(self.inputs), tuple(None if self.call.outputs[o] is None else REPLICATE for o in self.outputs)
+        )
+        choices = []
+        for axis in range(len(self.mesh_shape)):
+            here = [spec.placements[axis] for spec in self.specs]
+            if all(p is REPLICATE for p in here):
+                choices.append([nothing])
+                continue
+            ranked = []
+            for order, strategy in enumerate((*self.strategies, nothing)):
+                if not self._keeps(strategy, here):
+                    continue
+                cost, moves = self._cost(strategy, axis, here)
+                ranked.append((cost, moves, order, strategy))
+            ranked.sort(key=_rank)
+            choices.append([r[3] for r in ranked])
+        chosen = next(self._search(choices, []), None)
+        if chosen is not None:
+            for axis, strategy in enumerate(chosen):
+                if strategy is nothing and any(spec.placements[axis] is not REPLICATE for spec in self.specs):
+                    others = (s for s in choices[axis] if s is not nothing)
+                    if not any(self._legal([*chosen[:axis], s, *chosen[axis + 1 :]]) for s in others):
+                        self.gathered = True
+        return chosen
+
+    def _search(self, choices: list[list[Strategy]], chosen: list[Strategy]) -> Iterator[list[Strategy]]:
+        if len(chosen) == len(choices):
+            yield chosen
+            return
+        for strategy in choices[len(chosen)]:
+            self.attempts -= 1
+            if self.attempts < 0:
+                return
+            longer = [*chosen, strategy]
+            if self._legal(longer):
+                yield from self._search(choices, longer)
+
+    def _keeps(self, strategy: Strategy, here: list[Placement]) -> bool:
+        for i, o in self.keep.items():
+            if strategy.inputs[i] is not here[i]:
+                return False
+            # What finishing returns is a new tensor, so it cannot be the one that was written.
+            if o is not None and (strategy.outputs[o] is not here[i] or strategy.finish is not None):
+                return False
+        return True
+
+    def _cost(self, strategy: Strategy, axis: int, here: list[Placement]) -> tuple[float, int]:
+        pieces = self.mesh_shape[axis]
+        share = (pieces - 1) / pieces
+        cost, moves = 0.0, 0
+        for spec, source, target in zip(self.specs, here, strategy.inputs, strict=True):
+            if source is target:
+                continue
+            moves += 1
+            if source is REPLICATE:
+                continue
+            size = _held(spec, axis) * share
+            if target is REPLICATE:
+                cost += 2 * size if is_partial(source) else size
+            elif is_shard(target):
+                # An uneven split sends padding and gives some devices more than their part of the work.
+                dim = spec.shape[target.dim]  # type: ignore[attr-defined]
+                waste = -(-dim // pieces) * pieces / dim if dim else 1.0
+                cost += size * waste + LATENCY if is_partial(source) else size * waste / pieces
+            else:
+                # Making a pending sum out of a shard only to add zeros elsewhere.
+                cost += size + LATENCY
+        pending = strategy.finish is not None or not any(is_partial(p) for p in here)
+        for o, placement in zip(self.outputs, strategy.outputs, strict=True):
+            if placement is not None and is_partial(placement):
+                out = self.call.outputs[o]
+                size = math.prod(out.shape) * out.dtype.itemsize * share  # type: ignore[union-attr]
+                if strategy.finish is not None or placement.reduce_op != "sum":  # type: ignore[attr-defined]
+                    cost += 2 * size
+                elif pending:
+                    cost += size
+        return cost, moves
+
+    def _legal(self, chosen: list[Strategy]) -> bool:
+        """Whether the strategies of the first axes may stand together."""
+        local = finish = None
+        for strategy in chosen:
+            if strategy.local is not None:
+                if local is not None and local != strategy.local:
+                    return False
+                local = strategy.local
+            if strategy.finish is not None:
+                if finish is not None and finish != strategy.finish:
+                    return False
+                finish = strategy.finish
+        for strategy in chosen:
+            if strategy.even is None and not strategy.nonempty:
+                continue
+            placed = [(i, p.dim, spec.shape) for i, (p, spec) in enumerate(zip(strategy.inputs, self.specs)) if is_shard(p)]  # type: ignore[attr-defined]
+            for i, dim, shape in placed:
+                axes = [n for s, n in zip(chosen, self.mesh_shape) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim]  # type: ignore[attr-defined]
+                if strategy.even is not None and strategy.even % math.prod(axes):
+                    return False
+                if strategy.nonempty and not _all_filled(shape[dim], axes):
+                    return False
+        return True
+
+
+def _rank(entry: tuple[float, int, int, Strategy]) -> tuple:
+    cost, moves, order, strategy = entry
+    whole = sum(p is REPLICATE for p in strategy.outputs)
+    return cost, moves, whole, order
+
+
+def _held(spec: Spec, axis: int) -> float:
+    """The bytes a device would hold if ``spec`` were whole along ``axis``."""
+    size = float(spec.nbytes)
+    for other, (pieces, placement) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True)):
+        if other != axis and is_shard(placement):
+            size /= pieces
+    return size
+
+
+def _all_filled(size: int, axes: Sequence[int]) -> bool:
+    """Whether splitting ``size`` by each of ``axes`` in turn, as torch.chunk does, leaves no empty piece."""
+    sizes = {size}
+    for pieces in axes:
+        smaller = set()
+        for held in sizes:
+            step = -(-held // pieces)
+            last = held - step * (pieces - 1)
+            if last <= 0:
+                return False
+            smaller |= {step, last}
+        sizes = smaller
+    return 0 not in sizes

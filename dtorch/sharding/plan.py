@@ -1,0 +1,341 @@
+"""From one call of an op on placed tensors to the program that runs it.
+
+The whole of planning: infer the outputs, choose placements, write the program. Pure: a plan depends on the op, the specs and the
+constants alone, and the client keeps it under exactly that key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..mesh import DeviceMesh
+from ..placement import PlacementList, encode, is_partial
+from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
+from . import shapes
+from .choose import Decision, choose
+from .schema import OpInfo
+from .spec import Spec, mesh_id
+from .strategy import RULES, Call, TensorArg
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """How to run one op on tensors of given specs, and what comes out.
+
+    ``operands`` follow the call's numbers in a run's command. ``outputs`` has a spec for each tensor the program returns.
+    ``aliases[i]`` is the input that output ``i`` is a view of, or None. ``detached``: the view was taken of a redistributed copy, so
+    it aliases its base only in meaning. ``writes`` are the inputs that are written; ``moves`` the redistributions inserted.
+    """
+
+    program: Program
+    operands: list[Any]
+    outputs: tuple[Spec | None, ...]
+    structure: str
+    aliases: tuple[int | None, ...]
+    detached: bool
+    writes: tuple[int, ...]
+    decision: Decision
+    moves: tuple[tuple[Spec, Spec], ...]
+    mesh: DeviceMesh
+    program_id: int = 0
+    nbytes: int = 0
+
+
+class Builder:
+    """Writes one program."""
+
+    def __init__(self, mesh: DeviceMesh, inputs: int, numbers: int) -> None:
+        self.mesh = mesh
+        self.inputs = inputs
+        self.slots = inputs
+        self.numbers = numbers
+        self.operands: list[Any] = []
+        self.body: list[Instruction] = []
+        self._shapes: dict[tuple[int, ...], Operand] = {}
+
+    def slot(self) -> int:
+        self.slots += 1
+        return self.slots - 1
+
+    def operand(self, value: Any) -> Operand:
+        """A fixed operand of the plan; sizes are operands so that programs do not depend on them."""
+        self.operands.append(value)
+        return Operand(self.numbers + len(self.operands) - 1)
+
+    def shape(self, shape: tuple[int, ...]) -> Operand:
+        found = self._shapes.get(shape)
+        if found is None:
+            found = self._shapes[shape] = self.operand(list(shape))
+        return found
+
+    def reshard(self, source: int, spec: Spec, target: Spec) -> int:
+        """Bring the value in slot ``source`` from ``spec`` to ``target``; the slot of the result."""
+        out = self.slot()
+        self.body.append(
+            Reshard(
+                source,
+                out,
+                mesh_id(spec.mesh),
+                tuple(encode(spec.placements)),
+                mesh_id(target.mesh),
+                tuple(encode(target.placements)),
+                self.shape(tuple(spec.shape)),
+                dtype_name(spec.dtype),
+            )
+        )
+        return out
+
+    def layout(self, placements: PlacementList, shape: tuple[int, ...]) -> Layout:
+        return Layout(tuple(encode(placements)), self.shape(tuple(shape)))
+
+    def op(self, name: str, args: list[Arg], outs: list[int], kwargs: dict[str, Arg] | None = None) -> None:
+        self.body.append(Op(name, args, kwargs or {}, outs))
+
+    def program(self, name: str, outputs: list[int]) -> Program:
+        operands = self.numbers + len(self.operands)
+        return Program(name, mesh_id(self.mesh), self.inputs, operands, self.body, outputs)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stride_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """The dims from the largest stride to the smallest; ties keep their order."""
+    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+
+
+def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Plan:
+    """The plan of one op.
+
+    Args:
+        args, kwargs: the call's arguments, with a `TensorArg` for every tensor, numbered in order.
+        specs: the tensors' specs.
+
+    Raises:
+        MeshMismatch: tensors on different meshes.
+        shapes.DataDependent: the outputs' shapes depend on values.
+        Exception: torch's own error for arguments that do not fit.
+    """
+    mesh = common_mesh(info.op, specs)
+    inferred = shapes.infer(info.op, args, kwargs)
+    outputs = tuple(None if out is None else TensorArg(i, *out) for i, out in enumerate(inferred))
+    inputs = tuple(TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs))
+    call = Call(info.op, args, kwargs, inputs, outputs)
+    writes = info.writes(args, kwargs)
+    decision = choose(call, specs, frozenset(writes))
+    return write_plan(info, call, specs, decision, writes, mesh)
+
+
+def plan_gathered(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec], outputs: int) -> Plan:
+    """The plan of an op whose outputs' shapes depend on values: run replicated; the outputs' specs are not known."""
+    mesh = common_mesh(info.op, specs)
+    builder = Builder(mesh, len(specs), info.count_numbers(args, kwargs))
+    moves = []
+    slots = []
+    for index, spec in enumerate(specs):
+        target = spec.replicate()
+        if target is not spec:
+            moves.append((spec, target))
+        slots.append(index if target is spec else builder.reshard(index, spec, target))
+    outs = [builder.slot() for _ in range(outputs)]
+    writer = ArgWriter(info, builder, slots, {})
+    written, named = writer.write(args, kwargs)
+    builder.op(info.name, written, outs, named)
+    program = builder.program(info.name, outs)
+    placements = tuple(spec.replicate().placements for spec in specs)
+    decision = Decision(placements, (), None, None, True, False)
+    return Plan(program, builder.operands, (), info.structure, (), False, (), decision, tuple(moves), mesh)
+
+
+def common_mesh(op: Any, specs: list[Spec]) -> DeviceMesh:
+    mesh = specs[0].mesh
+    for spec in specs:
+        if spec.mesh is not mesh:
+            raise errors.MeshMismatch(
+                f"{op}: tensors on different meshes: {mesh} and {spec.mesh}. "
+                f"Bring one to the other's mesh first: x.redistribute(device_mesh=other.device_mesh)"
+            )
+    return mesh
+
+
+class ArgWriter:
+    """Writes a call's arguments as program arguments: tensors as slots, numbers and sizes as operands, the rest as constants."""
+
+    def __init__(
+        self, info: OpInfo, builder: Builder, slots: list[int], local_shapes: dict[str, PlacementList | None]
+    ) -> None:
+        self.info = info
+        self.builder = builder
+        self.slots = slots
+        self.local_shapes = local_shapes
+        self.numbers = 0
+
+    def write(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arg], dict[str, Arg]]:
+        schema = self.info.arguments
+        written = [self._argument(schema[i], value) for i, value in enumerate(args)]
+        named = {name: self._argument(self.info.by_name[name], value) for name, value in kwargs.items() if name not in ("pin_memory", "non_blocking")}
+        return written, named
+
+    def _argument(self, argument: Any, value: Any) -> Arg:
+        if value is None:
+            return None
+        if argument.name in self.local_shapes:
+            placements = self.local_shapes[argument.name]
+            operand = self.builder.operand(value if isinstance(value, int) else list(value))
+            return operand if placements is None else LocalShape(operand, tuple(encode(placements)))
+        if argument.is_number:
+            return self._number(value)
+        if argument.is_size:
+            return self.builder.operand(list(value) if isinstance(value, (list, tuple)) else value)
+        return self._constant(value)
+
+    def _number(self, value: Any) -> Arg:
+        if isinstance(value, (list, tuple)):
+            return [self._number(item) for item in value]
+        if type(value) is complex:
+            return Const("complex", repr(value))
+        if isinstance(value, TensorArg):
+            return Slot(self.slots[value.index])
+        self.numbers += 1
+        return Operand(self.numbers - 1)
+
+    def _constant(self, value: Any) -> Arg:
+        if isinstance(value, TensorArg):
+            return Slot(self.slots[value.index])
+        if isinstance(value, (list, tuple)):
+            return [self._constant(item) for item in value]
+        if isinstance(value, torch.dtype):
+            return Const("dtype", dtype_name(value))
+        if isinstance(value, torch.layout):
+            return Const("layout", str(value).removeprefix("torch."))
+        if isinstance(value, torch.memory_format):
+            return Const("memory_format", str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return Const("device", "")
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, complex):
+            return Const("complex", repr(value))
+        raise TypeError(f"{self.info.name}: dtorch cannot send an argument of type {type(value).__name__} to its workers")
+
+
+def write_plan(
+    info: OpInfo,
+    call: Call,
+    specs: list[Spec],
+    decision: Decision,
+    writes: tuple[int, ...],
+    mesh: DeviceMesh,
+) -> Plan:
+    builder = Builder(mesh, len(specs), info.count_numbers(call.args, call.kwargs))
+    slots: list[int] = []
+    moves = []
+    for index, (spec, placements) in enumerate(zip(specs, decision.inputs, strict=True)):
+        if placements == spec.placements:
+            slots.append(index)
+        else:
+            target = spec.with_placements(placements)
+            moves.append((spec, target))
+            slots.append(builder.reshard(index, spec, target))
+    entry = RULES.get(info.op)
+    local_shapes = {} if entry is None else {name: decision.outputs[out] for name, out in entry.local_shapes.items()}
+    args, kwargs = ArgWriter(info, builder, slots, local_shapes).write(call.args, call.kwargs)
+    returned = info.returned_inputs
+    outs = [-1 if out is None or i in returned else builder.slot() for i, out in enumerate(call.outputs)]
+    if decision.local is None:
+        orders = [
+            None if out is None or i in returned or len(out.shape) < 2 else stride_order(out.shape, out.stride)
+            for i, out in enumerate(call.outputs)
+        ]
+        builder.body.append(Op(info.name, args, kwargs, outs, [] if info.is_view else orders))
+    else:
+        builder.body.append(
+            Local(
+                decision.local,
+                args,
+                kwargs,
+                outs,
+                [builder.layout(p, t.shape) for p, t in zip(decision.inputs, call.inputs, strict=True)],
+                [builder.layout(p, t.shape) for p, t in zip(decision.outputs, call.outputs, strict=True) if p is not None],
+            )
+        )
+    for index in writes:
+        if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
+            spec = specs[index]
+            back = builder.reshard(slots[index], spec.with_placements(decision.inputs[index]), spec)
+            builder.op("aten.copy_.default", [Slot(index), Slot(back)], [-1])
+    outputs = _finish(builder, info, call, decision, outs, mesh)
+    kept = [slot for slot in outs if slot >= 0]
+    aliases = tuple(info.alias_of(i, call.args, call.kwargs) for i in range(len(call.outputs)))
+    detached = any(a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned)
+    nbytes = sum(spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned)
+    return Plan(
+        builder.program(info.name, kept),
+        builder.operands,
+        outputs,
+        info.structure,
+        aliases,
+        detached,
+        writes,
+        decision,
+        tuple(moves),
+        mesh,
+        nbytes=nbytes // max(len(mesh.device_ids), 1),
+    )
+
+
+def _finish(
+    builder: Builder, info: OpInfo, call: Call, decision: Decision, outs: list[int], mesh: DeviceMesh
+) -> tuple[Spec | None, ...]:
+    """Complete the reductions that may not leave a plan; the outputs' specs. Updates ``outs`` to the final slots."""
+    specs: list[Spec | None] = []
+    for i, (out, placements) in enumerate(zip(call.outputs, decision.outputs, strict=True)):
+        if out is None or placements is None:
+            specs.append(None)
+            continue
+        spec = Spec.of(mesh, placements, out.shape, out.stride, out.dtype)
+        if outs[i] >= 0 and any(is_partial(p) and (decision.finish or p.reduce_op != "sum") for p in placements):
+            done = spec.with_placements(
+                PlacementList(_completed(p, bool(decision.finish)) for p in placements)
+            )
+            outs[i] = builder.reshard(outs[i], spec, done)
+            spec = done
+        specs.append(spec)
+    if decision.finish is not None:
+        fresh = [slot if slot < 0 else builder.slot() for slot in outs]
+        args, kwargs = ArgWriter(info, builder, [-1] * len(call.inputs), {}).write(
+            tuple(_without_tensors(a) for a in call.args), {k: _without_tensors(v) for k, v in call.kwargs.items()}
+        )
+        builder.body.append(
+            Local(
+                decision.finish,
+                [[Slot(slot) for slot in outs if slot >= 0], *args],
+                kwargs,
+                fresh,
+                [builder.layout(p, t.shape) for p, t in zip(decision.inputs, call.inputs, strict=True)],
+                [builder.layout(s.placements, tuple(s.shape)) for s in specs if s is not None],
+            )
+        )
+        outs[:] = fresh
+    return tuple(specs)
+
+
+def _completed(placement: Any, all_reductions: bool) -> Any:
+    from ..placement import REPLICATE
+
+    return REPLICATE if is_partial(placement) and (all_reductions or placement.reduce_op != "sum") else placement
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, TensorArg):
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_without_tensors(item) for item in value]
+    return value
