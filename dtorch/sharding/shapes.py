@@ -1,0 +1,118 @@
+"""Shapes, strides and dtypes of an op's outputs from those of its inputs, without data: what torch itself would return.
+
+`infer` asks, in this order: a direct formula for a common family (`fast_shapes`), torch's meta kernels, torch's fake
+tensors. Illegal shapes raise torch's own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, stride and dtype."""
+
+
+class DataDependent(Exception):
+    """The shape of the op's outputs depends on the values of its inputs, so it has to run first."""
+
+
+aten = torch.ops.aten
+
+#: Ops whose output sizes depend on values. Their meta kernels may return an upper bound, so they are not asked.
+DATA_DEPENDENT = frozenset(
+    {
+        aten.nonzero.default,
+        aten.nonzero_numpy.default,
+        aten.argwhere.default,
+        aten.masked_select.default,
+        aten.unique_dim.default,
+        aten.unique_consecutive.default,
+        aten.unique_dim_consecutive.default,
+        aten._unique.default,
+        aten._unique2.default,
+        aten.bincount.default,
+        aten.repeat_interleave.Tensor,
+        aten._local_scalar_dense.default,
+        aten.equal.default,
+        aten.is_nonzero.default,
+        aten.linalg_lstsq.default,
+    }
+)
+
+
+def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
+    """(shape, stride, dtype) of every output, flattened, in order; None for one that is not a tensor.
+
+    Args:
+        args: the op's arguments, with an object that has ``shape``, ``stride`` and ``dtype`` attributes for each tensor.
+
+    Raises:
+        DataDependent: only the values can tell.
+        RuntimeError, IndexError, …: what torch raises for these shapes.
+    """
+    if op in DATA_DEPENDENT or _has_mask(op, args):
+        raise DataDependent(str(op))
+    fast = FAST.get(op)
+    if fast is not None:
+        found = fast(op, args, kwargs)
+        if found is not None:
+            return found
+    return by_meta(op, args, kwargs)
+
+
+def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
+    """What torch's meta kernels say, or its fake tensors where an op has none."""
+    try:
+        with torch.no_grad():
+            return _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
+    except NotImplementedError:
+        return _by_fake(op, args, kwargs)
+
+
+def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
+    # Importing it takes some tenths of a second (sympy), and few ops come here.
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=False):
+            return _flatten(op(*_rebuild(args, "cpu"), **_rebuild_kwargs(kwargs, "cpu")))
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError) as e:
+        raise DataDependent(str(op)) from e
+
+
+def _has_mask(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Indexing by a bool or byte mask: the size of the result is the number of true values. (Writing by a mask has known shapes.)"""
+    return op is aten.index.Tensor and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _rebuild(value: Any, device: str) -> Any:
+    if hasattr(value, "stride"):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    if type(value) in (list, tuple):
+        return type(value)(_rebuild(v, device) for v in value)
+    if type(value) is torch.device:
+        return torch.device(device)
+    return value
+
+
+def _rebuild_kwargs(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
+    return {k: _rebuild(v, device) for k, v in kwargs.items()}
+
+
+def _flatten(result: Any) -> tuple[Meta | None, ...]:
+    if isinstance(result, torch.Tensor):
+        return ((tuple(result.shape), result.stride(), result.dtype),)
+    if isinstance(result, (list, tuple)):
+        return tuple(meta for item in result for meta in _flatten(item))
+    return (None,)
+
+
+FAST: dict[Any, Callable[..., tuple[Meta | None, ...] | None]] = {}
