@@ -1,0 +1,79 @@
+"""Device functions: dtorch's own instructions (`dtorch.program.ir.Local`), which know where their device stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..mesh import DeviceMesh
+from ..placement import Placement
+from ..sharding.layout import Box, box_shape, local_box
+
+DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def device_function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register ``function(here, *args, **kwargs)`` as the meaning of ``Local(name)``; it returns a tensor or a tuple of them.
+
+    Example::
+
+        >>> @device_function("dtorch.doctest_offset")
+        ... def offset(here, x, dim):
+        ...     return x + here.input_box(0)[dim][0]
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if name in DEVICE_FUNCTIONS:
+            raise ValueError(f"device function {name!r} is registered already")
+        DEVICE_FUNCTIONS[name] = function
+        return function
+
+    return register
+
+
+class Here:
+    """Where a device function runs: the mesh, this device's coordinate, and its boxes of the layouts of the `Local`.
+
+    Args:
+        mesh: the program's mesh.
+        coordinate: this device's, one index an axis.
+        device: where tensors made here belong.
+        inputs: (placements, global shape) of each of the instruction's ``inputs``.
+        outputs: the same of its ``outputs``.
+    """
+
+    __slots__ = ("mesh", "coordinate", "device", "inputs", "outputs")
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        coordinate: tuple[int, ...],
+        device: torch.device,
+        inputs: Sequence[tuple[Sequence[Placement], Sequence[int]]] = (),
+        outputs: Sequence[tuple[Sequence[Placement], Sequence[int]]] = (),
+    ) -> None:
+        self.mesh = mesh
+        self.coordinate = coordinate
+        self.device = device
+        self.inputs = inputs
+        self.outputs = outputs
+
+    def input_box(self, index: int = 0) -> Box:
+        """This device's box of input layout ``index``, in global indices."""
+        placements, shape = self.inputs[index]
+        return local_box(placements, self.mesh.shape, self.coordinate, shape)
+
+    def input_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The shape of that box; the global shape is ``inputs[index][1]``."""
+        return box_shape(self.input_box(index))
+
+    def output_box(self, index: int = 0) -> Box:
+        """This device's box of output layout ``index``, in global indices."""
+        placements, shape = self.outputs[index]
+        return local_box(placements, self.mesh.shape, self.coordinate, shape)
+
+    def output_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The shape of that box; the global shape is ``outputs[index][1]``."""
+        return box_shape(self.output_box(index))
