@@ -1,0 +1,195 @@
+"""One call, made twice: on plain torch, then on the tested tensors under one layout after another."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .adapters import Adapter
+from .compare import Tolerance, difference
+from .outcome import Outcome
+from .placements import MESHES, Code, codes, layouts
+from .samples import Sample
+
+SECONDS = 60
+"""A check that takes longer than this has hung."""
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+Body = Callable[[Place], Any]
+"""Makes the call on tensors that it has passed through the given function; returns everything to be compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What is crossed with what."""
+
+    meshes: tuple[str, ...]
+    variants: tuple[str, ...]
+    checks: tuple[str, ...]
+    sample_limit: int = 4
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A call to be compared, and how the outcome is to be labelled."""
+
+    name: str
+    kind: str
+    body: Body
+    tensors: list[torch.Tensor]
+    dtype: str = ""
+    sample: int = 0
+    values: bool = True
+    floor: Tolerance = (0.0, 0.0)
+    factory: Callable | None = None
+
+    def outcome(self, status: str, mesh: str = "", variant: str = "", detail: str = "") -> Outcome:
+        return Outcome(self.name, status, self.kind, self.dtype, self.sample, mesh, variant, detail)
+
+
+class TookTooLong(Exception):
+    """A check ran into `SECONDS`."""
+
+
+def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
+    """The outcome of ``check`` on every mesh and under every distinct layout of its tensors."""
+    expected, drew, problem = _expected(check)
+    if problem:
+        yield check.outcome("skipped", detail=problem)
+        return
+    values = check.values and (adapter.same_random or not drew) and _repeats(check, expected)
+    placed = check.tensors or [leaf for leaf in tree_flatten(expected)[0] if isinstance(leaf, torch.Tensor)][:1]
+    for mesh in grid.meshes:
+        shape = MESHES[mesh]
+        variants = tuple(v for v in grid.variants if check.tensors or v not in ("partial", "mixed", "plain"))
+        for layout, variant in layouts(variants, placed, len(shape)).items():
+            exact = shape == (1,) or all(one is None or set(one) == {"r"} for one in layout)
+            try:
+                with _time_limit(), _seeded():
+                    got = _bring(adapter, check.body(_Placer(adapter, shape, layout, variant)))
+            except Exception as error:
+                adapter.recover()
+                yield check.outcome("raised", mesh, variant, first_line(error))
+                continue
+            found = difference(expected, got, exact=exact, values=values, floor=check.floor)
+            yield check.outcome(*(found[0], mesh, variant, found[1]) if found else ("ok", mesh, variant))
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+class _Placer:
+    """Distributes a check's tensors, one call each, in order; what comes after them is laid out by the variant's rule."""
+
+    def __init__(self, adapter: Adapter, mesh_shape: tuple[int, ...], layout: tuple, variant: str) -> None:
+        self.adapter, self.mesh_shape, self.layout, self.variant = adapter, mesh_shape, layout, variant
+        self.count = 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        index, self.count = self.count, self.count + 1
+        if index < len(self.layout):
+            chosen = self.layout[index]
+        else:
+            chosen = codes("first" if self.variant in ("plain", "mixed") else self.variant, index, tensor, len(self.mesh_shape))
+        if chosen is None:
+            return tensor.detach().clone()
+        return self.adapter.distribute(tensor.detach().clone(), self.mesh_shape, chosen)
+
+    def factory(self, function: Callable) -> Callable:
+        """``function`` giving its result in the layout of this check."""
+        whole: tuple[Code, ...] = ("r",) * len(self.mesh_shape)
+        return self.adapter.factory(function, self.mesh_shape, self.layout[0] if self.layout else whole)
+
+    def layout_of(self, tensor: torch.Tensor) -> object:
+        return self.adapter.layout(tensor)
+
+
+class _PlainPlacer:
+    """The same calls on plain tensors."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    def factory(self, function: Callable) -> Callable:
+        return function
+
+    def layout_of(self, tensor: torch.Tensor) -> object:
+        return None
+
+
+def _expected(check: Check) -> tuple[Any, bool, str]:
+    """What plain torch gives, whether it drew random numbers, and why there is nothing to compare (or "")."""
+    try:
+        with _seeded():
+            before = torch.get_rng_state()
+            result = check.body(_PlainPlacer())
+            drew = not torch.equal(before, torch.get_rng_state())
+    except Exception as error:
+        return None, False, f"plain torch: {first_line(error)}"
+    if any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in tree_flatten(result)[0]):
+        return None, False, "the result is not strided: out of scope"
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result), drew, ""
+
+
+def _repeats(check: Check, expected: Any) -> bool:
+    """Whether plain torch gives the same again."""
+    with _seeded():
+        return difference(expected, check.body(_PlainPlacer()), exact=False) is None
+
+
+def _bring(adapter: Adapter, result: Any) -> Any:
+    return tree_map(lambda leaf: adapter.fetch(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        yield
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(signum: int, frame: object) -> None:
+        raise TookTooLong(f"no result within {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def gradients(outputs: Any, inputs: list[torch.Tensor], place: Place) -> list[torch.Tensor | None]:
+    """The gradients of ``inputs`` for fixed, uneven gradients of every differentiable tensor in ``outputs``."""
+    reached = [out for out in tree_flatten(outputs)[0] if isinstance(out, torch.Tensor) and out.requires_grad]
+    if not reached:
+        raise RuntimeError("no output needs a gradient")
+    return list(torch.autograd.grad(reached, inputs, [place(_cotangent(out)) for out in reached], allow_unused=True))
+
+
+def _cotangent(out: torch.Tensor) -> torch.Tensor:
+    flat = torch.linspace(-1.0, 1.5, max(out.numel(), 1), dtype=torch.float64)[: out.numel()]
+    return flat.reshape(out.shape).to(out.dtype)
+
+
+def arguments(sample: Sample, place: Place, requires_grad: bool = False) -> tuple[tuple, dict[str, Any]]:
+    """A fresh copy of a sample's arguments, placed; leaves where ``requires_grad`` and the sample says so."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        placed = place(tensor)
+        return placed.requires_grad_() if requires_grad and tensor.requires_grad else placed
+
+    return sample.convert(one)

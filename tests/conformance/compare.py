@@ -1,0 +1,94 @@
+"""Whether what dtorch gave is what plain torch gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Tolerance = tuple[float, float]
+"""(relative, absolute); the absolute part is scaled by the largest expected magnitude where that is above 1."""
+
+TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float64: (1e-7, 1e-7),
+    torch.complex128: (1e-7, 1e-7),
+    torch.float32: (1e-4, 2e-5),
+    torch.complex64: (1e-4, 2e-5),
+    torch.bfloat16: (3e-2, 2e-2),
+    torch.float16: (5e-3, 5e-3),
+    torch.complex32: (5e-3, 5e-3),
+}
+COARSE: Tolerance = (1e-1, 1e-1)
+"""For the eight-bit floats."""
+
+
+def difference(
+    expected: object, got: object, *, exact: bool, values: bool = True, floor: Tolerance = (0.0, 0.0), path: str = "result"
+) -> tuple[str, str] | None:
+    """None if ``got`` is as it should be, else (``"inexact"`` or ``"wrong"``, why).
+
+    Args:
+        exact: nothing was split, so that equal bits are expected; a close value is then ``inexact``.
+        values: compare values too, not only shapes and dtypes.
+        floor: tolerances that the op's own database entry asks for.
+    """
+    if isinstance(expected, torch.Tensor):
+        return _tensors(expected, got, exact, values, floor, path)
+    if isinstance(expected, Mapping):
+        if not isinstance(got, Mapping) or expected.keys() != got.keys():
+            return "wrong", f"{path}: expected keys {list(expected)}, got {got!r:.80}"
+        pairs = [(f"{path}[{key!r}]", expected[key], got[key]) for key in expected]
+    elif isinstance(expected, Sequence) and not isinstance(expected, str):
+        if not isinstance(got, Sequence) or len(expected) != len(got):
+            return "wrong", f"{path}: expected {type(expected).__name__} of {len(expected)}, got {got!r:.80}"
+        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(expected, got, strict=True))]
+    else:
+        return _plain(expected, got, values, path)
+    worst = None
+    for where, one, other in pairs:
+        found = difference(one, other, exact=exact, values=values, floor=floor, path=where)
+        if found and found[0] == "wrong":
+            return found
+        worst = worst or found
+    return worst
+
+
+def _plain(expected: object, got: object, values: bool, path: str) -> tuple[str, str] | None:
+    if type(expected) is not type(got):
+        return "wrong", f"{path}: expected {expected!r:.80}, got {got!r:.80}"
+    if not values or expected == got:
+        return None
+    if isinstance(expected, float) and (math.isclose(expected, got, rel_tol=1e-4) or (expected != expected and got != got)):
+        return None
+    return "wrong", f"{path}: expected {expected!r:.80}, got {got!r:.80}"
+
+
+def _tensors(
+    expected: torch.Tensor, got: object, exact: bool, values: bool, floor: Tolerance, path: str
+) -> tuple[str, str] | None:
+    if not isinstance(got, torch.Tensor):
+        return "wrong", f"{path}: expected a tensor, got {got!r:.80}"
+    if expected.dtype != got.dtype:
+        return "wrong", f"{path}: expected {expected.dtype}, got {got.dtype}"
+    if expected.shape != got.shape:
+        return "wrong", f"{path}: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
+    if not values or expected.numel() == 0:
+        return None
+    expected, got = expected.detach().resolve_conj().resolve_neg(), got.detach().resolve_conj().resolve_neg()
+    if not (expected.is_floating_point() or expected.is_complex()):
+        if torch.equal(expected, got):
+            return None
+        return "wrong", f"{path}: {int((expected != got).sum())} of {expected.numel()} elements differ"
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = expected.to(wide), got.to(wide)
+    if torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()):
+        return None
+    relative, absolute = (max(pair) for pair in zip(TOLERANCES.get(expected.dtype, COARSE), floor, strict=True))
+    finite = a[a.isfinite()].abs()
+    scale = max(1.0, finite.max().item()) if finite.numel() else 1.0
+    if torch.allclose(b, a, rtol=relative, atol=absolute * scale, equal_nan=True):
+        return ("inexact", f"{path}: close, not equal") if exact else None
+    gap = (a - b).abs()
+    known = gap[gap.isfinite()]
+    return "wrong", f"{path}: differs by up to {known.max().item() if known.numel() else math.nan:.3g} (values up to {scale:.3g})"
