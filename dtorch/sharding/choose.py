@@ -7,8 +7,11 @@ sum will cost when it is completed. Computing is taken as free, so ties go to th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
 
 from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard
 from .rules import rule_for
@@ -20,8 +23,6 @@ LATENCY = 64 * 1024
 
 #: How many combinations over the axes are tried before falling back to replicating everything.
 ATTEMPTS = 200
-
-NO_KEEP: Mapping[int, int | None] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,20 +49,25 @@ class Decision:
     local_shapes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None] = NO_KEEP) -> Decision:
+def choose(call: Call, specs: Sequence[Spec], keep: Collection[int] = ()) -> Decision:
     """The cheapest legal placements for ``call``.
 
     Args:
         specs: one per entry of ``call.inputs``, all on one mesh.
-        keep: inputs that are written in place, so whose placements must stay; each with the index of the output that
-            aliases it (and so must have the same placements) or None.
+        keep: inputs that are written in place, so whose placements must stay; an output that aliases one gets the same.
     """
+    return _choose(call, specs, _aliased_outputs(call, keep) if keep else {})
+
+
+def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -> Decision:
     mesh = specs[0].mesh
     entry = rule_for(call.op)
     if all(spec.replicated for spec in specs):
         whole = replicated(mesh)
         shapes = entry.local_shapes if entry is not None else {}
-        return Decision((whole,) * len(specs), tuple(None if o is None else whole for o in call.outputs), local_shapes=shapes)
+        return Decision(
+            (whole,) * len(specs), tuple(None if o is None else whole for o in call.outputs), local_shapes=shapes
+        )
     if entry is None:
         return _whole(call, specs, keep, {})
     found = list(entry.rule(call))
@@ -77,7 +83,7 @@ def choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None] = N
         chosen = problem.solve()
         if chosen is None:
             if problem.keep:
-                return dataclasses.replace(choose(call, specs), keep_failed=True)
+                return dataclasses.replace(_choose(call, specs, {}), keep_failed=True)
             return _whole(call, specs, keep, entry.local_shapes)
         for axis, strategy in enumerate(chosen):
             for i, placement in zip(problem.inputs, strategy.inputs, strict=True):
@@ -88,7 +94,7 @@ def choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None] = N
             finish = finish or strategy.finish
         gathered = gathered or problem.gathered
     if keep and len(problems) > 1 and any(PlacementList(inputs[i]) != specs[i].placements for i in keep):
-        return dataclasses.replace(choose(call, specs), keep_failed=True)
+        return dataclasses.replace(_choose(call, specs, {}), keep_failed=True)
     return Decision(
         tuple(map(PlacementList, inputs)),
         tuple(None if o is None else PlacementList(p) for o, p in zip(call.outputs, outputs, strict=True)),
@@ -98,6 +104,28 @@ def choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None] = N
         False,
         entry.local_shapes,
     )
+
+
+def _aliased_outputs(call: Call, keep: Collection[int]) -> dict[int, int | None]:
+    """For each kept input the output that is the same tensor, or None."""
+    found: dict[int, int | None] = dict.fromkeys(keep)
+    for name, output in _returned_arguments(call.op):
+        value = call.get(name)
+        if value is not None and value.index in found:
+            found[value.index] = output
+    return found
+
+
+@functools.cache
+def _returned_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, int], ...]:
+    """(written argument, the output that is it) pairs of an op's schema."""
+    written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    pairs = []
+    for output, returned in enumerate(op._schema.returns):
+        if returned.alias_info is not None and not isinstance(returned.type, torch.ListType):
+            sets = returned.alias_info.before_set | returned.alias_info.after_set
+            pairs += [(a.name, output) for a in written if a.alias_info.before_set & sets]
+    return tuple(pairs)
 
 
 def _whole(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None], shapes: Mapping[str, int]) -> Decision:
@@ -134,7 +162,9 @@ class _Problem:
         self.attempts = ATTEMPTS
 
     @staticmethod
-    def of_call(call: Call, specs: Sequence[Spec], strategies: list[Strategy], keep: Mapping[int, int | None]) -> _Problem:
+    def of_call(
+        call: Call, specs: Sequence[Spec], strategies: list[Strategy], keep: Mapping[int, int | None]
+    ) -> _Problem:
         return _Problem(call, specs, range(len(specs)), range(len(call.outputs)), strategies, keep)
 
     @staticmethod
@@ -149,7 +179,8 @@ class _Problem:
     def solve(self) -> list[Strategy] | None:
         """One strategy per axis, or None if ``keep`` allows none."""
         nothing = Strategy(
-            (REPLICATE,) * len(self.inputs), tuple(None if self.call.outputs[o] is None else REPLICATE for o in self.outputs)
+            (REPLICATE,) * len(self.inputs),
+            tuple(None if self.call.outputs[o] is None else REPLICATE for o in self.outputs),
         )
         choices = []
         for axis in range(len(self.mesh_shape)):
@@ -242,7 +273,9 @@ class _Problem:
         for strategy in chosen:
             if strategy.even is None and not strategy.nonempty:
                 continue
-            placed = [(i, p.dim, spec.shape) for i, (p, spec) in enumerate(zip(strategy.inputs, self.specs)) if is_shard(p)]  # type: ignore[attr-defined]
+            placed = [
+                (i, p.dim, spec.shape) for i, (p, spec) in enumerate(zip(strategy.inputs, self.specs)) if is_shard(p)
+            ]  # type: ignore[attr-defined]
             for i, dim, shape in placed:
                 axes = [n for s, n in zip(chosen, self.mesh_shape) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim]  # type: ignore[attr-defined]
                 if strategy.even is not None and strategy.even % math.prod(axes):

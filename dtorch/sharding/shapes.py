@@ -84,7 +84,12 @@ def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=False):
             return _flatten(op(*_rebuild(args, "cpu"), **_rebuild_kwargs(kwargs, "cpu")))
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError) as e:
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+        NotImplementedError,
+    ) as e:
         raise DataDependent(str(op)) from e
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..strategy import RULES, RuleEntry
-from . import pointwise
+from . import matmul as matmul
+from . import pointwise, reduce
+from . import views as views
+
+#: Arguments of Scalar type whose value decides placements: part of a plan's key.
+STATIC_NUMBERS: dict[torch._ops.OpOverload, frozenset[str]] = {**reduce.STATIC_NUMBERS}
 
 
 def rule_for(op: torch._ops.OpOverload) -> RuleEntry | None:

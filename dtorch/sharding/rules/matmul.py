@@ -1,0 +1,107 @@
+"""Matrix products: rows, columns, the contracted dim (a pending sum), batches. Linear in each factor."""
+
+from __future__ import annotations
+
+import torch
+
+from ...placement import PARTIAL, REPLICATE, Placement, shard
+from ..strategy import Call, Strategy, TensorArg, rule
+from .pointwise import broadcast
+
+aten = torch.ops.aten
+R, P = REPLICATE, PARTIAL
+
+
+def _product(
+    call: Call, bias: TensorArg | None, triples: list[tuple[Placement, Placement, Placement]]
+) -> list[Strategy]:
+    """Strategies of ``bias + a @ b`` from those of ``a @ b``, given as (a, b, out)."""
+    if bias is None:
+        return [Strategy((a, b), (out,)) for a, b, out in triples]
+    shape = call.outputs[0].shape  # type: ignore[union-attr]
+    found = []
+    for a, b, out in triples:
+        placed = P if out is P else broadcast(bias, out.dim, shape)  # type: ignore[attr-defined]
+        found.append(Strategy((placed, a, b), (out,)))
+    return found
+
+
+LINEAR: list[tuple[Placement, Placement, Placement]] = [(P, R, P), (R, P, P)]
+MATRIX = [(shard(0), R, shard(0)), (R, shard(1), shard(1)), (shard(1), shard(0), P), *LINEAR]
+BATCHED = [
+    (shard(0), shard(0), shard(0)),
+    (shard(1), R, shard(1)),
+    (R, shard(2), shard(2)),
+    (shard(2), shard(1), P),
+    *LINEAR,
+]
+MATRIX_VECTOR = [(shard(0), R, shard(0)), (shard(1), shard(0), P), *LINEAR]
+
+
+@rule(aten.mm.default)
+def mm(call: Call) -> list[Strategy]:
+    return _product(call, None, MATRIX)
+
+
+@rule(aten.addmm.default, aten.addmm_.default)
+def addmm(call: Call) -> list[Strategy]:
+    return _product(call, call.inputs[0], MATRIX)
+
+
+@rule(aten.bmm.default)
+def bmm(call: Call) -> list[Strategy]:
+    return _product(call, None, BATCHED)
+
+
+@rule(aten.baddbmm.default, aten.baddbmm_.default)
+def baddbmm(call: Call) -> list[Strategy]:
+    return _product(call, call.inputs[0], BATCHED)
+
+
+@rule(aten.mv.default)
+def mv(call: Call) -> list[Strategy]:
+    return _product(call, None, MATRIX_VECTOR)
+
+
+@rule(aten.addmv.default, aten.addmv_.default)
+def addmv(call: Call) -> list[Strategy]:
+    return _product(call, call.inputs[0], MATRIX_VECTOR)
+
+
+@rule(aten.dot.default, aten.vdot.default)
+def dot(call: Call) -> list[Strategy]:
+    return _product(call, None, [(shard(0), shard(0), P), *LINEAR])
+
+
+@rule(aten.addr.default, aten.addr_.default)
+def addr(call: Call) -> list[Strategy]:
+    """``bias + outer(a, b)``."""
+    return _product(call, call.inputs[0], [(shard(0), R, shard(0)), (R, shard(0), shard(1)), *LINEAR])
+
+
+@rule(aten.addbmm.default, aten.addbmm_.default)
+def addbmm(call: Call) -> list[Strategy]:
+    """``bias + sum over the batch of a @ b``."""
+    triples = [
+        (shard(0), shard(0), P),
+        (shard(1), R, shard(0)),
+        (R, shard(2), shard(1)),
+        (shard(2), shard(1), P),
+        *LINEAR,
+    ]
+    return _product(call, call.inputs[0], triples)
+
+
+@rule(aten.linear.default)
+def linear(call: Call) -> list[Strategy]:
+    """(input [..., K], weight [N, K], bias [N]), as inference mode hands it over."""
+    x, weight = call.inputs[:2]
+    if weight.ndim != 2 or x.ndim < 2:
+        return []
+    last = x.ndim - 1
+    triples = [(shard(d), R, shard(d)) for d in range(last)]
+    triples += [(R, shard(0), shard(last)), (shard(last), shard(1), P), *LINEAR]
+    if len(call.inputs) == 2:
+        return _product(call, None, triples)
+    bias = call.inputs[2]
+    return [Strategy((s.inputs[1], s.inputs[2], s.inputs[0]), s.outputs) for s in _product(call, bias, triples)]
