@@ -226,6 +226,9 @@ class _Problem:
                 return False
         return True
 
+    def _legal(self, chosen: list[Strategy]) -> bool:
+        return legal(chosen, [spec.shape for spec in self.specs], self.mesh_shape)
+
     def _cost(self, strategy: Strategy, axis: int, here: list[Placement]) -> tuple[float, int]:
         pieces = self.mesh_shape[axis]
         share = (pieces - 1) / pieces
@@ -258,31 +261,32 @@ class _Problem:
                     cost += size
         return cost, moves
 
-    def _legal(self, chosen: list[Strategy]) -> bool:
-        """Whether the strategies of the first axes may stand together."""
-        local = finish = None
-        for strategy in chosen:
-            if strategy.local is not None:
-                if local is not None and local != strategy.local:
-                    return False
-                local = strategy.local
-            if strategy.finish is not None:
-                if finish is not None and finish != strategy.finish:
-                    return False
-                finish = strategy.finish
-        for strategy in chosen:
-            if strategy.even is None and not strategy.nonempty:
+
+def legal(chosen: Sequence[Strategy], shapes: Sequence[Sequence[int]], mesh_shape: Sequence[int]) -> bool:
+    """Whether the strategies of the first axes may stand together, for inputs of these global shapes."""
+    local = finish = None
+    for strategy in chosen:
+        if strategy.local is not None:
+            if local is not None and local != strategy.local:
+                return False
+            local = strategy.local
+        if strategy.finish is not None:
+            if finish is not None and finish != strategy.finish:
+                return False
+            finish = strategy.finish
+    for strategy in chosen:
+        if strategy.even is None and not strategy.nonempty:
+            continue
+        for i, placement in enumerate(strategy.inputs):
+            if not is_shard(placement):
                 continue
-            placed = [
-                (i, p.dim, spec.shape) for i, (p, spec) in enumerate(zip(strategy.inputs, self.specs)) if is_shard(p)
-            ]  # type: ignore[attr-defined]
-            for i, dim, shape in placed:
-                axes = [n for s, n in zip(chosen, self.mesh_shape) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim]  # type: ignore[attr-defined]
-                if strategy.even is not None and strategy.even % math.prod(axes):
-                    return False
-                if strategy.nonempty and not _all_filled(shape[dim], axes):
-                    return False
-        return True
+            dim = placement.dim  # type: ignore[attr-defined]
+            axes = [n for s, n in zip(chosen, mesh_shape, strict=False) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim]  # type: ignore[attr-defined]
+            if strategy.even is not None and strategy.even % math.prod(axes):
+                return False
+            if strategy.nonempty and not _all_filled(shapes[i][dim], axes):
+                return False
+    return True
 
 
 def _rank(entry: tuple[float, int, int, Strategy]) -> tuple:

@@ -64,12 +64,12 @@ def amin(here: Here, x: Tensor, dim: int | Sequence[int] | None = None, keepdim:
     return _extremum(torch.amin, x, dim, keepdim, highest(x.dtype))
 
 
-def lowest(dtype: torch.dtype) -> float | int:
+def lowest(dtype: torch.dtype) -> float:
     """What the maximum of nothing is."""
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def highest(dtype: torch.dtype) -> float | int:
+def highest(dtype: torch.dtype) -> float:
     """What the minimum of nothing is."""
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -35,7 +36,6 @@ def _same(call: Call) -> list[Strategy]:
 rule(
     aten.alias.default,
     aten.detach.default,
-    aten.detach_.default,
     aten.lift_fresh.default,
     aten.lift.default,
     aten._conj.default,
@@ -128,7 +128,7 @@ def permute(call: Call) -> list[Strategy]:
     return follow(call, [(d % ndim, o) for o, d in enumerate(call.get("dims"))])
 
 
-@rule(aten.transpose.int, aten.transpose_.default)
+@rule(aten.transpose.int)
 def transpose(call: Call) -> list[Strategy]:
     return _swapped(call, call.get("dim0"), call.get("dim1"))
 
@@ -268,7 +268,8 @@ def slice_backward(call: Call) -> list[Strategy]:
 
 @rule(aten.unfold_backward.default, local_shapes={"input_sizes": 0})
 def unfold_backward(call: Call) -> list[Strategy]:
-    return [s for s in others(call, call.get("dim"), -1)]
+    ndim = call.outputs[0].ndim  # type: ignore[union-attr]
+    return follow(call, [(d, d) for d in range(ndim) if d != call.get("dim") % ndim])
 
 
 @rule(aten.diagonal_backward.default, local_shapes={"input_sizes": 0})
@@ -281,4 +282,5 @@ def diagonal_backward(call: Call) -> list[Strategy]:
 
 @rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
 def pixel_shuffle(call: Call) -> list[Strategy]:
-    return others(call, -1, -2, -3)
+    """It reshapes with a size to infer, which an empty part cannot tell."""
+    return [dataclasses.replace(s, nonempty=True) for s in others(call, -1, -2, -3)]
