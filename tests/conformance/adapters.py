@@ -62,8 +62,12 @@ class FaultyAdapter(PlainAdapter):
             return value
         broken = value.detach().clone(memory_format=torch.contiguous_format)
         last = broken.view(-1)[-1:]
-        last.copy_(~last if last.dtype == torch.bool else torch.nan_to_num(last) + 1)
+        last.copy_(~last if last.dtype == torch.bool else torch.nan_to_num(last.to(_wide(last.dtype))) * 2 + 1)
         return broken
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 class DtorchAdapter:

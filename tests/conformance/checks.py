@@ -100,7 +100,9 @@ class _Placer:
         if index < len(self.layout):
             chosen = self.layout[index]
         else:
-            chosen = codes("first" if self.variant in ("plain", "mixed") else self.variant, index, tensor, len(self.mesh_shape))
+            chosen = codes(
+                "first" if self.variant in ("plain", "mixed") else self.variant, index, tensor, len(self.mesh_shape)
+            )
         if chosen is None:
             return tensor.detach().clone()
         return self.adapter.distribute(tensor.detach().clone(), self.mesh_shape, chosen)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 Tolerance = tuple[float, float]
-"""(relative, absolute); the absolute part is scaled by the largest expected magnitude where that is above 1."""
+"""(relative, absolute); a tenth of the absolute part grows with the largest expected magnitude, for what cancels in a sum."""
 
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float64: (1e-7, 1e-7),
@@ -24,7 +24,13 @@ COARSE: Tolerance = (1e-1, 1e-1)
 
 
 def difference(
-    expected: object, got: object, *, exact: bool, values: bool = True, floor: Tolerance = (0.0, 0.0), path: str = "result"
+    expected: object,
+    got: object,
+    *,
+    exact: bool,
+    values: bool = True,
+    floor: Tolerance = (0.0, 0.0),
+    path: str = "result",
 ) -> tuple[str, str] | None:
     """None if ``got`` is as it should be, else (``"inexact"`` or ``"wrong"``, why).
 
@@ -59,7 +65,9 @@ def _plain(expected: object, got: object, values: bool, path: str) -> tuple[str,
         return "wrong", f"{path}: expected {expected!r:.80}, got {got!r:.80}"
     if not values or expected == got:
         return None
-    if isinstance(expected, float) and (math.isclose(expected, got, rel_tol=1e-4) or (expected != expected and got != got)):
+    if isinstance(expected, float) and (
+        math.isclose(expected, got, rel_tol=1e-4) or (expected != expected and got != got)
+    ):
         return None
     return "wrong", f"{path}: expected {expected!r:.80}, got {got!r:.80}"
 
@@ -87,8 +95,11 @@ def _tensors(
     relative, absolute = (max(pair) for pair in zip(TOLERANCES.get(expected.dtype, COARSE), floor, strict=True))
     finite = a[a.isfinite()].abs()
     scale = max(1.0, finite.max().item()) if finite.numel() else 1.0
-    if torch.allclose(b, a, rtol=relative, atol=absolute * scale, equal_nan=True):
+    if torch.allclose(b, a, rtol=relative, atol=absolute * max(1.0, scale / 10), equal_nan=True):
         return ("inexact", f"{path}: close, not equal") if exact else None
     gap = (a - b).abs()
     known = gap[gap.isfinite()]
-    return "wrong", f"{path}: differs by up to {known.max().item() if known.numel() else math.nan:.3g} (values up to {scale:.3g})"
+    return (
+        "wrong",
+        f"{path}: differs by up to {known.max().item() if known.numel() else math.nan:.3g} (values up to {scale:.3g})",
+    )

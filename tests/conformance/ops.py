@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,10 +38,6 @@ def database() -> list[Any]:
     return [op for op in op_db if op.supported_dtypes("cpu")]
 
 
-def named(pattern: str, op: Any) -> bool:
-    return fnmatch.fnmatch(op.name, pattern) or fnmatch.fnmatch(op.formatted_name, pattern)
-
-
 def dtypes(op: Any, chosen: tuple[str, ...]) -> list[torch.dtype]:
     """The dtypes to try: float32 or the nearest thing to it, then those of ``chosen`` that ``op`` has (``all`` for each)."""
     supported = op.supported_dtypes("cpu")
@@ -66,7 +61,9 @@ def run(op: Any, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
             try:
                 samples = of_op(op, dtype, requires_grad, limit)
             except Exception as error:
-                yield Outcome(op.formatted_name, "skipped", kinds[0], str(dtype)[6:], detail=f"samples: {first_line(error)}")
+                yield Outcome(
+                    op.formatted_name, "skipped", kinds[0], str(dtype)[6:], detail=f"samples: {first_line(error)}"
+                )
                 continue
             for number, sample in enumerate(samples):
                 for kind in kinds:
@@ -110,7 +107,9 @@ def _forward(op: Any, mode: Callable, sample: Sample, place: Any) -> Any:
 def _backward(op: Any, sample: Sample, place: Place) -> Any:
     with torch.enable_grad():
         args, kwargs = arguments(sample, place, requires_grad=True)
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        leaves = [
+            leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         outputs = sample.output(op.op(*args, **kwargs))
         return outputs, gradients(outputs, leaves, place)
 
@@ -128,7 +127,9 @@ def _out(op: Any, sample: Sample, place: Place) -> Any:
         args, kwargs = arguments(sample, lambda tensor: tensor.detach().clone())
         whole = op.op(*args, **kwargs)
         args, kwargs = arguments(sample, place)
-        targets = tree_map(lambda leaf: place(torch.zeros_like(leaf)) if isinstance(leaf, torch.Tensor) else leaf, whole)
+        targets = tree_map(
+            lambda leaf: place(torch.zeros_like(leaf)) if isinstance(leaf, torch.Tensor) else leaf, whole
+        )
         out = tuple(targets) if isinstance(targets, (tuple, list)) else targets
         returned = op.op(*args, **kwargs, out=out)
     return returned, out

@@ -69,7 +69,8 @@ class Tally:
                     record = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # the run was ended while writing it
-                records[record["name"]] = record
+                if "name" in record:
+                    records[record["name"]] = record
         for name, record in records.items():
             self.counts[name] = collections.Counter(record["counts"])
             self.failures = [f for f in self.failures if f.name != name]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 LARGEST = 50_000
 """Elements of all the tensors of a sample; a larger one is only taken when there is no other."""
-LOOK_AT = 80
+LOOK_AT = 400
 """Samples of an op that are drawn before choosing."""
 
 
@@ -33,7 +33,9 @@ class Sample:
 
     def convert(self, function: Callable[[torch.Tensor], Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with ``function`` applied to each tensor, in the order of `tensors`."""
-        return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, (self.args, self.kwargs))
+        return tree_map(
+            lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, (self.args, self.kwargs)
+        )
 
 
 def seed(name: str) -> None:
@@ -59,6 +61,7 @@ def choose(samples: Iterable[Sample], limit: int) -> list[Sample]:
         if all(t.layout == torch.strided and not t.is_quantized for t in sample.tensors()):
             kinds.setdefault(_kind(sample), []).append(sample)
     for members in kinds.values():
+        random.Random(0).shuffle(members)  # neighbours in the database are often alike
         members.sort(key=_rank)
     order = sorted(kinds.values(), key=lambda members: _rank(members[0]))
     rounds = itertools.zip_longest(*order)
@@ -74,11 +77,12 @@ def _kind(sample: Sample) -> tuple:
 
 
 def _rank(sample: Sample) -> tuple:
+    """Small enough, not empty, many dims, many elements (to the nearest power of two)."""
     tensors = sample.tensors()
     elements = sum(tensor.numel() for tensor in tensors)
     return (
         elements > LARGEST,
         any(tensor.numel() == 0 for tensor in tensors),
         -max((tensor.ndim for tensor in tensors), default=0),
-        elements if elements > LARGEST else -elements,
+        elements if elements > LARGEST else -elements.bit_length(),
     )

@@ -1,0 +1,133 @@
+"""The harness itself: plain torch passes it everywhere, a faulty stand-in nowhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from . import adapters, databases, known, samples
+from .checks import Grid
+from .compare import difference
+from .outcome import Outcome, Tally
+from .placements import MESHES, VARIANTS, codes, layouts
+
+CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "out")
+NAMES = (
+    "add",
+    "mm",
+    "cat",
+    "sort",
+    "nn.functional.dropout",
+    "linalg_qr",
+    "zeros",
+    "nn.BatchNorm1d",
+    "nn.LSTM",
+    "optim.Adam",
+)
+
+
+def outcomes(engine: str, names: tuple[str, ...] = NAMES) -> list[Outcome]:
+    grid = Grid(tuple(MESHES), VARIANTS, CHECKS, sample_limit=1)
+    return [found for entry in databases.select(names) for found in entry.run(adapters.make(engine), grid)]
+
+
+def test_plain_torch_agrees_with_itself() -> None:
+    assert {found.status for found in outcomes("plain")} <= {"ok", "skipped"}
+
+
+def test_every_kind_of_check_is_made() -> None:
+    assert {found.check for found in outcomes("plain")} >= {*CHECKS, "train", "eval", "single", "foreach", "fused"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_faulty_result_is_reported_as_wrong(name: str) -> None:
+    assert {found.status for found in outcomes("faulty", (name,))} == {"wrong"}
+
+
+def test_an_error_is_recorded_and_the_run_goes_on() -> None:
+    class Broken(adapters.PlainAdapter):
+        def distribute(self, tensor: torch.Tensor, mesh_shape: tuple[int, ...], codes: object) -> torch.Tensor:
+            raise NotImplementedError("no such layout\nsecond line")
+
+    (entry,) = databases.select(("sin",))
+    found = list(entry.run(Broken(), Grid(("2",), ("first",), ("forward", "backward"), 2)))
+    assert {(one.status, one.detail) for one in found} == {("raised", "NotImplementedError: no such layout")}
+    assert len(found) == 2
+
+
+def test_layouts_differ_and_are_named() -> None:
+    tensors = [torch.zeros(4, 5, 6), torch.zeros(6)]
+    found = layouts(VARIANTS, tensors, 1)
+    assert found[(0,), (0,)] == "first"
+    assert found[(1,), (0,)] == "middle"
+    assert found[("p",), ("p",)] == "partial"
+    assert found[(0,), None] == "plain"
+    assert codes("last", 0, torch.zeros(4, 5), 2) == (0, 1)
+    assert codes("partial", 0, torch.zeros(4, dtype=torch.int64), 2) == ("r", "r")
+    assert codes("first", 0, torch.zeros(()), 2) == ("r", "r")
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "status"),
+    [
+        (torch.ones(3), torch.ones(3), None),
+        (torch.ones(3), torch.ones(3) + 1e-6, "inexact"),
+        (torch.ones(3), torch.ones(3) + 1e-2, "wrong"),
+        (torch.ones(3), torch.ones(3, dtype=torch.float64), "wrong"),
+        (torch.ones(3), torch.ones(1, 3), "wrong"),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), None),
+        (torch.tensor(float("inf")), torch.tensor(float("nan")), "wrong"),
+        (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), "wrong"),
+        ((torch.ones(2), 3), (torch.ones(2), 3), None),
+        ([torch.ones(2), None], [torch.ones(2)], "wrong"),
+        ({"a": 1}, {"a": 2}, "wrong"),
+        (3, 3.0, "wrong"),
+    ],
+)
+def test_difference(expected: object, got: object, status: str | None) -> None:
+    found = difference(expected, got, exact=True)
+    assert (found and found[0]) == status
+
+
+def test_samples_are_various_and_the_same_every_time() -> None:
+    def shapes() -> list:
+        (op,) = [op for op in databases.ops.database() if op.formatted_name == "add"]
+        return [[tuple(t.shape) for t in one.tensors()] for one in samples.of_op(op, torch.float32, False, 4)]
+
+    assert shapes() == shapes()
+    assert len({tuple(map(len, one)) for one in shapes()}) > 2
+
+
+def test_results_file_resumes(tmp_path: object) -> None:
+    from . import __main__ as command
+
+    path = tmp_path / "results.jsonl"
+    arguments = [
+        "--engine",
+        "faulty",
+        "--ops",
+        "sin,cos",
+        "--mesh",
+        "2",
+        "--placements",
+        "first",
+        "--quiet",
+        "--json",
+        str(path),
+    ]
+    assert command.main(arguments) == 1
+    size = path.stat().st_size
+    assert command.main([*arguments, "--resume"]) == 1
+    assert path.stat().st_size == size
+    tally = Tally()
+    assert tally.load(path) == {"sin", "cos"}
+    assert tally.failing("wrong") == ["cos", "sin"]
+
+
+def test_a_known_failure_needs_a_reason_and_may_not_become_wrong() -> None:
+    with pytest.raises(ValueError, match="reason"):
+        known.Known("raised", "  ")
+    listed = {"sin": known.Known("raised", "no rule")}
+    wrong, raised = Outcome("sin", "wrong", "forward"), Outcome("sin", "raised", "forward")
+    assert known.unexpected([wrong, raised], listed) == [wrong]
+    assert known.load() is not None

@@ -1,0 +1,100 @@
+"""Every op, module and optimizer, each on one mesh and under one layout chosen by its name: what `make conformance` does
+over the whole grid. Failures must be those of known.toml, and those only."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from . import adapters, databases, known
+from .checks import Grid
+from .outcome import Outcome
+from .placements import MESHES, VARIANTS
+
+PARTS = 24
+CHECKS = ("forward", "backward", "inplace", "out")
+
+ON_PROCESSES = (
+    *(
+        "add",
+        "mm",
+        "bmm",
+        "sum",
+        "softmax_with_dtype",
+        "cumsum",
+        "sort",
+        "cat",
+        "split",
+        "transpose",
+        "index_select",
+        "gather",
+    ),
+    *(
+        "nonzero",
+        "where",
+        "tril",
+        "linalg_qr",
+        "nn_functional_layer_norm",
+        "nn_functional_embedding",
+        "nn_functional_conv2d",
+    ),
+    *("nn.Linear", "nn.TransformerEncoderLayer", "optim.SGD", "optim.AdamW"),
+)
+"""A slice across the families: the engine does not change what an op means, only how it is run."""
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Iterator[adapters.Adapter]:
+    yield from running("simulate")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[adapters.Adapter]:
+    yield from running("processes")
+
+
+def running(engine: str) -> Iterator[adapters.Adapter]:
+    import dtorch
+
+    dtorch.shutdown()
+    yield adapters.make(engine)
+    dtorch.shutdown()
+
+
+def spread(name: str) -> Grid:
+    """The mesh and the layout on which ``name`` is tried."""
+    number = zlib.crc32(name.encode())
+    meshes = [mesh for mesh in MESHES if mesh != "1"]
+    return Grid((meshes[number % len(meshes)],), (VARIANTS[number // 7 % len(VARIANTS)], "first"), CHECKS, 1)
+
+
+def report(outcomes: list[Outcome]) -> str:
+    return "\n".join(f"{found.status}: {found.where()}: {found.detail}" for found in outcomes)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_simulated(simulation: adapters.Adapter, part: int) -> None:
+    listed = known.load()
+    found = [
+        one for entry in databases.select(("*",), part, PARTS) for one in entry.run(simulation, spread(entry.name))
+    ]
+    assert found
+    failures = known.unexpected(found, listed)
+    assert not failures, report(failures)
+
+
+@pytest.mark.parametrize("name", ON_PROCESSES)
+def test_on_workers(processes: adapters.Adapter, name: str) -> None:
+    (entry,) = databases.select((name,))
+    found = list(entry.run(processes, Grid(("2",), ("first",), ("forward", "backward"), 1)))
+    failures = known.unexpected(found, known.load())
+    assert not failures, report(failures)
+
+
+@pytest.mark.parametrize("name", sorted(known.load()))
+def test_known_failures_still_fail(simulation: adapters.Adapter, name: str) -> None:
+    (entry,) = databases.select((name,))
+    found = list(entry.run(simulation, Grid(("2", "2x2"), VARIANTS, (*CHECKS, "inference"), 2, ("all",))))
+    assert any(one.status in ("wrong", "raised") for one in found), f"{name} works now: take it out of known.toml"
