@@ -1,0 +1,109 @@
+"""The channel: batches of commands from the client to every worker, events from the workers to the client.
+
+The only module that knows ZeroMQ. A batch is ``[number, commands]``, a message of events ``[event, …]``, both msgpack: nothing
+from a peer is ever unpickled. The publishing socket has no high-water mark, because one that has drops what exceeds it; how
+far the client may run ahead is the engine's business. Batches are numbered from 0, so that a loss would be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import zmq
+
+from ..errors import DTorchError, WorkerLost
+
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def _endpoints(scheme: str, address: str) -> tuple[str, str]:
+    if scheme != "ipc":
+        raise DTorchError(f"dtorch reaches workers on this machine only (ipc); {scheme!r} channels are not there yet")
+    return f"ipc://{address}/commands", f"ipc://{address}/events"
+
+
+def _open(context: zmq.Context, kind: int) -> zmq.Socket:
+    opened = context.socket(kind)
+    opened.set(zmq.LINGER, 0)
+    opened.set(zmq.SNDHWM, 0)
+    opened.set(zmq.RCVHWM, 0)
+    return opened
+
+
+class ClientChannel:
+    """The client's end.
+
+    Args:
+        address: for ``ipc``, a directory that only this user can enter.
+    """
+
+    def __init__(self, address: str, scheme: str = "ipc") -> None:
+        commands, events = _endpoints(scheme, address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context = zmq.Context()
+        self._commands = _open(self._context, zmq.XPUB)
+        self._commands.set(zmq.XPUB_VERBOSE, 1)  # tell of every subscription, not only of the first
+        self._commands.bind(commands)
+        self._events = _open(self._context, zmq.PULL)
+        self._events.bind(events)
+
+    def subscribed(self, seconds: float) -> bool:
+        """Whether one more worker subscribes within ``seconds``: what is sent from then on will reach it."""
+        if not self._commands.poll(int(seconds * 1000)):
+            return False
+        self._commands.recv()
+        return True
+
+    def send(self, number: int, commands: list[list]) -> None:
+        """Send a batch. Calls must not overlap."""
+        self._commands.send(self._encode([number, commands]), copy=False)
+
+    def wait(self, fds: Iterable[int], seconds: float) -> set[int]:
+        """Sleep until there are events, or something to read from one of ``fds``; which of those. For one thread only."""
+        poller = zmq.Poller()
+        poller.register(self._events, zmq.POLLIN)
+        for fd in fds:
+            poller.register(fd, zmq.POLLIN)
+        return {source for source, _ in poller.poll(int(seconds * 1000)) if isinstance(source, int)}
+
+    def receive(self) -> list[list]:
+        """The events of one message, or none if there is no message now. For one thread only."""
+        try:
+            return _decode(self._events.recv(zmq.NOBLOCK, copy=False).buffer)
+        except zmq.Again:
+            return []
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class WorkerChannel:
+    """A worker's end.
+
+    Args:
+        number: of the first batch that it will get.
+    """
+
+    def __init__(self, address: str, number: int, scheme: str = "ipc") -> None:
+        commands, events = _endpoints(scheme, address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._number = number
+        context = zmq.Context()
+        self._events = _open(context, zmq.PUSH)
+        self._events.connect(events)
+        self._commands = _open(context, zmq.SUB)
+        self._commands.connect(commands)
+        self._commands.subscribe(b"")
+
+    def receive(self) -> list[list]:
+        """Block until a batch comes, and return its commands."""
+        number, commands = _decode(self._commands.recv(copy=False).buffer)
+        if number != self._number:
+            raise WorkerLost(f"lost commands: expected batch {self._number}, got {number}")
+        self._number += 1
+        return commands
+
+    def send(self, events: list[list[Any]]) -> None:
+        self._events.send(self._encode(events), copy=False)

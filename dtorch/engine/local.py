@@ -1,0 +1,359 @@
+"""The engine of real worker processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..errors import DeviceUnavailable, DTorchError, WorkerLost
+from ..worker.comm.arena import create_segment
+from ..worker.comm.control import Control
+from . import zygote
+from .channel import ClientChannel
+from .interface import EventHandler, LostHandler
+from .protocol import READY
+from .staging import Place, Staging
+
+log = logging.getLogger("dtorch")
+
+_TAIL_LINES = 20
+_PATIENCE_SECONDS = 5.0
+_END_SECONDS = 0.4
+
+
+class LocalEngine:
+    """Worker processes, one per device index, that start as meshes need them. See `dtorch.engine.interface.Engine`.
+
+    Args:
+        devices: how many workers there may be; their ids are below it.
+        threads_per_worker: torch threads.
+        worker_imports: modules that each worker imports before anything else.
+    """
+
+    def __init__(
+        self,
+        on_event: EventHandler,
+        on_lost: LostHandler,
+        *,
+        devices: int = 64,
+        threads_per_worker: int = 1,
+        worker_imports: Sequence[str] = (),
+    ) -> None:
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._devices = devices
+        self._threads = threads_per_worker
+        self._imports = list(worker_imports)
+        #: Process ids of the running workers, by device.
+        self.pids: dict[int, int] = {}
+        self._running: tuple[int, ...] = ()
+        self._sequence = 0
+        self._batch = 0
+        self._slowest = 0
+        self._turn = 0
+        self._lock = threading.Lock()  # around what is sent
+        self._targets: list[int] = []
+        self._targets_lock = threading.Lock()
+        self._ready = threading.Event()
+        self._unusable: Exception | None = None
+        self._closed = False
+        self._closing = threading.Lock()
+        self._zygote: zygote.Zygote | None = None
+        _engines.add(self)
+
+    # Starting
+
+    def ensure(self, device_type: str, device_ids: Sequence[int]) -> None:
+        self._check()
+        self._check_devices(device_type, device_ids)
+        with self._lock:
+            new = [device for device in device_ids if device not in self.pids]
+            if not new:
+                return
+            if self._zygote is None:
+                self._open()
+            settings = {
+                "devices": self._devices,
+                "batch": self._batch,
+                "sequence": self._sequence,
+                "threads": self._threads,
+                "path": zygote.import_path(),
+                "imports": self._imports,
+            }
+            try:
+                self._zygote.send({"start": new, "settings": settings})  # type: ignore[union-attr]
+            except OSError as error:
+                raise WorkerLost(f"the process that starts workers is gone: {error}") from None
+            self._await_start(new)
+            self._running = tuple(self.pids)
+
+    def _check_devices(self, device_type: str, device_ids: Sequence[int]) -> None:
+        for device in device_ids:
+            if device >= self._devices:
+                raise DeviceUnavailable(
+                    f"{device_type}:{device} is beyond the limit of {self._devices} workers; "
+                    f"dtorch.init(devices={device + 1}) raises it"
+                )
+        if device_type == "cuda":
+            if not torch.cuda.is_available():
+                raise DeviceUnavailable("CUDA is not available here: torch.cuda.is_available() is False")
+            count = torch.cuda.device_count()
+            missing = [device for device in device_ids if device >= count]
+            if missing:
+                raise DeviceUnavailable(f"cuda:{missing[0]} does not exist here: there are {count} CUDA devices")
+
+    def _open(self) -> None:
+        parent = zygote.take()
+        self._fd = create_segment(self._devices)
+        parent.send({"open": True}, [self._fd])
+        opened = parent.receive()
+        if opened is None:
+            os.close(self._fd)
+            raise WorkerLost(f"the process that starts workers (pid {parent.process.pid}) ended")
+        self._control = Control(self._fd, self._devices)
+        self._control.wake_client_at(None)
+        self._staging = Staging(self._fd, self._done, self._wait_until)
+        self._channel = ClientChannel(opened["directory"])
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._receive, name="dtorch-events", daemon=True)
+        self._zygote = parent
+        self._thread.start()
+
+    def _await_start(self, new: list[int]) -> None:
+        """Return when all of ``new`` have subscribed to the channel and say that they are ready."""
+        subscribed = 0
+        interrupted: KeyboardInterrupt | None = None
+        while subscribed < len(new) or not all(device in self.pids for device in new):
+            self._check()
+            try:
+                if subscribed < len(new):
+                    subscribed += self._channel.subscribed(0.05)
+                else:
+                    self._ready.wait(0.05)
+                    self._ready.clear()
+            except KeyboardInterrupt as interrupt:
+                # Half-started workers would miss commands. They need a moment; a second Ctrl-C says that it is too long.
+                if interrupted:
+                    self._lose(WorkerLost("interrupted while workers were starting"))
+                interrupted = interrupt
+        if interrupted:
+            raise interrupted
+
+    # Sending
+
+    def send(self, commands: list[list]) -> None:
+        self._check()
+        with self._lock:
+            if self._zygote is None:
+                self._sequence += len(commands)
+                return
+            self._staging.sending(commands, self._sequence)
+            self._sequence += len(commands)
+            self._channel.send(self._batch, commands)
+            self._batch += 1
+
+    def behind(self) -> int:
+        # One worker that was slow, and one more in turn: the cost does not grow with their number, and a slow one is soon found.
+        running = self._running
+        if not running:
+            return 0
+        progress, sequence = self._control.progress, self._sequence
+        self._turn = turn = (self._turn + 1) % len(running)
+        lag = sequence - progress[self._slowest]
+        other = sequence - progress[running[turn]]
+        if other > lag:
+            self._slowest = running[turn]
+            return other
+        return lag
+
+    def wait_behind(self, limit: int) -> None:
+        self._wait_until(self._sequence - limit)
+
+    def _wait_until(self, count: int) -> None:
+        """Sleep until every worker has run ``count`` commands, or the cluster is unusable."""
+        if not self._running:
+            return
+        control = self._control
+        with self._woken_at(count):
+            for device in self._running:
+                while control.progress[device] < count and self._unusable is None:
+                    control.await_progress(device, count)
+
+    @contextlib.contextmanager
+    def _woken_at(self, count: int) -> Iterator[None]:
+        with self._targets_lock:
+            self._targets.append(count)
+            self._control.wake_client_at(min(self._targets))
+        try:
+            yield
+        finally:
+            with self._targets_lock:
+                self._targets.remove(count)
+                self._control.wake_client_at(min(self._targets, default=None))
+
+    def _done(self) -> int:
+        progress = self._control.progress
+        return min(progress[device] for device in self._running)
+
+    # Bytes
+
+    def stage(self, tensor: torch.Tensor) -> Place:
+        self._check()
+        return self._staging.stage(tensor)
+
+    def landing(self, nbytes: int) -> tuple[torch.Tensor, Place]:
+        self._check()
+        return self._staging.landing(nbytes)
+
+    def release(self, landing: Place) -> None:
+        self._staging.release(landing, self._sequence)
+
+    # Receiving
+
+    def _receive(self) -> None:
+        looked, seen = time.monotonic(), -1
+        parent = self._zygote
+        assert parent is not None
+        while not self._closed:
+            ready = self._channel.wait([parent.socket.fileno(), self._wake], _PATIENCE_SECONDS)
+            while not self._closed and (events := self._channel.receive()):
+                for event in events:
+                    self._take(event)
+            if self._closed:
+                return
+            if parent.socket.fileno() in ready:
+                self._lose(_death(parent, parent.receive()))
+                return
+            if time.monotonic() - looked > _PATIENCE_SECONDS:
+                done = self._done() if self._running else 0
+                if done == seen and done < self._sequence:
+                    self._warn()
+                looked, seen = time.monotonic(), done
+
+    def _take(self, event: list) -> None:
+        if event[0] == READY:
+            self.pids[event[1]] = event[2]
+            self._ready.set()
+            return
+        try:
+            self._on_event(event)
+        except Exception:
+            log.exception("dtorch: an event could not be handled: %s", event)
+
+    def _lose(self, error: Exception) -> None:
+        if self._unusable is None:
+            self._unusable = error
+            self._on_lost(error)
+
+    def unresponsive(self) -> list[int]:
+        """The devices whose workers are stopped (SIGSTOP, a debugger): not dead, but nothing will come from them."""
+        return [device for device in self._running if _stopped(self.pids[device])]
+
+    def _warn(self) -> None:
+        stopped = self.unresponsive()
+        if stopped:
+            names = ", ".join(f"{device} (pid {self.pids[device]})" for device in stopped)
+            log.warning("dtorch: still waiting for worker %s, which is stopped; SIGCONT lets it go on", names)
+
+    def _check(self) -> None:
+        if self._unusable is not None:
+            raise self._unusable
+
+    # Ending
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed or isinstance(self._unusable, _Forked):
+                return
+            self._closed = True
+        if self._unusable is None:
+            self._unusable = DTorchError("the cluster was shut down")
+        # Whoever holds it sees that the engine is unusable, and lets go.
+        locked = self._lock.acquire(timeout=_END_SECONDS)
+        try:
+            if self._zygote is not None:
+                self._end(self._zygote)
+        finally:
+            if locked:
+                self._lock.release()
+
+    def _end(self, parent: zygote.Zygote) -> None:
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_SECONDS)
+        if _ended(parent):
+            zygote.give_back(parent)
+        else:
+            parent.stop()
+        self._channel.close()
+        os.close(self._wake)
+        os.close(self._fd)
+
+
+class _Forked(DTorchError):
+    """What a forked child gets."""
+
+
+_engines: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+def _disable_in_child() -> None:
+    for engine in list(_engines):
+        engine._unusable = _Forked(
+            "a forked process cannot use dtorch tensors of its parent, nor its workers; "
+            "convert with to_torch() before the fork, or start the process with 'spawn'"
+        )
+
+
+os.register_at_fork(after_in_child=_disable_in_child)
+
+
+def _death(parent: zygote.Zygote, message: dict | None) -> WorkerLost:
+    """What to tell of a worker's death, or of the zygote's (no message)."""
+    if message is None:
+        return WorkerLost(f"the process that starts workers (pid {parent.process.pid}) ended, and they with it")
+    code = message["code"]
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            code = f"{code} ({signal.Signals(-code).name})"
+        how = f"was killed by signal {str(code).lstrip('-')}"
+    else:
+        how = f"exited with status {code}"
+    text = f"worker {message['died']} (pid {message['pid']}) {how}"
+    lines = message["tail"].splitlines()[-_TAIL_LINES:]
+    if lines:
+        text += "; the last lines of its output:\n    " + "\n    ".join(lines)
+    return WorkerLost(text)
+
+
+def _ended(parent: zygote.Zygote) -> bool:
+    """Whether the zygote has ended all workers, as asked, in time."""
+    deadline = time.monotonic() + _END_SECONDS
+    try:
+        parent.send({"end": True})
+    except OSError:
+        return False
+    while select.select([parent.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        message = parent.receive()
+        if message is None:
+            return False
+        if "ended" in message:
+            return True
+    return False
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False

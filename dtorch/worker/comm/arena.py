@@ -1,0 +1,117 @@
+"""Memory that the client and all its workers on one machine share.
+
+One anonymous file (memfd: no name, no limit by ``/dev/shm``, gone with its last process), sparse and as large as it will ever
+be, made by the client and inherited by every worker. It is cut into regions: the *control page*, whose 64-bit words say how
+far everyone is, then one region for the client's bytes and one for each device's. Nobody needs to tell anybody about
+growth: an owner uses more of its region, a reader maps more of it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+REGION = 1 << 40
+"""Bytes of address space per region in the file; nothing is allocated before it is touched."""
+CLIENT = 1
+"""The client's region; device ``d``'s is ``FIRST_DEVICE + d``, and region 0 is the control page."""
+FIRST_DEVICE = 2
+
+_PAGE = 4096
+_FIRST_WINDOW = 1 << 26
+_KEPT_VIEWS = 1024
+_KEPT_BYTES = 1 << 29
+
+
+def create_segment(devices: int) -> int:
+    """A new shared file for up to ``devices`` devices; its descriptor."""
+    fd = os.memfd_create("dtorch", os.MFD_CLOEXEC)
+    os.ftruncate(fd, (FIRST_DEVICE + devices) * REGION)
+    return fd
+
+
+class Region:
+    """A view of one region, mapped as far as anybody has looked."""
+
+    def __init__(self, fd: int, index: int) -> None:
+        self._fd = fd
+        self._start = index * REGION
+        self._window: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
+        self._mapped = 0
+        self._views: dict[tuple, torch.Tensor] = {}
+
+    def bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of these bytes; it keeps its mapping alive."""
+        end = offset + nbytes
+        if end > self._mapped or self._bytes is None:
+            self._map(end)
+        return self._bytes[offset:end]  # type: ignore[index]
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of ``shape`` over the bytes at ``offset``. Kept for the next time: blocks are used again."""
+        key = (offset, shape, dtype)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            found = self.bytes(offset, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            self._views[key] = found
+        return found
+
+    def give_up(self, offset: int, nbytes: int) -> None:
+        """Return the memory of these bytes to the system; they read as zeros then."""
+        if self._window is not None:
+            self._window.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+    def _map(self, end: int) -> None:
+        size = max(_FIRST_WINDOW, 1 << (end - 1).bit_length())
+        self._views.clear()
+        self._window = mmap.mmap(self._fd, size, offset=self._start)
+        self._bytes = torch.frombuffer(self._window, dtype=torch.uint8)
+        self._mapped = size
+
+
+class Arena:
+    """Allocates blocks of a region that this process owns. Not thread-safe.
+
+    Sizes are powers of two: what is not touched costs nothing, and a freed block, its pages there already, serves the next
+    request of about its size. Beyond half a GiB of freed blocks their memory goes back to the system.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._free: dict[int, list[int]] = {}
+        self._sizes: dict[int, int] = {}
+        self._end = 0
+        self._idle = 0
+
+    def allocate(self, nbytes: int) -> int:
+        """The offset of a block of at least ``nbytes``."""
+        size = max(_PAGE, 1 << (nbytes - 1).bit_length())
+        blocks = self._free.get(size)
+        if blocks:
+            offset = blocks.pop()
+            self._idle -= size
+        else:
+            offset = self._end
+            if offset + size > REGION:
+                raise MemoryError(f"dtorch: no room for {nbytes} more bytes in shared memory")
+            self._end += size
+        self._sizes[offset] = size
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Take back the block at ``offset``."""
+        size = self._sizes.pop(offset)
+        self._free.setdefault(size, []).append(offset)
+        self._idle += size
+        if self._idle > _KEPT_BYTES:
+            for kept, blocks in self._free.items():
+                for block in blocks:
+                    self.region.give_up(block, kept)
+            self._idle = 0

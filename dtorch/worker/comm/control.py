@@ -1,0 +1,124 @@
+"""The control page: 64-bit words by which the client and the workers of one machine see how far the others are."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+
+_LINES = 64
+_LINE = 8
+_BELL = 1
+_DOZING = 2
+CREDIT = 4
+"""Publications to one reader that may be waiting to be read."""
+ENTRY = 32
+"""Words that announce one publication."""
+
+_NOBODY = 1 << 62
+_SPINS = 300
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+# A sleeper looks again after this long: the bell's ringer reads a hint that may reach it too late, see `Control.announce`.
+_NAP_SECONDS = 0.02
+
+
+class Control:
+    """The words. Each has one writer, but for the hints of who sleeps.
+
+    No store of a writer is seen by others before its earlier ones. That holds on x86 (TSO). On aarch64 a ``dmb ish`` must
+    stand before each store that announces something, and after the load that notices it.
+
+    In the file: the client's line; a line per device (progress, bell, hint); for each (reader, publisher) the count of their
+    transfers that the reader is done with; for each (publisher, reader) a ring of `CREDIT` entries.
+    """
+
+    def __init__(self, fd: int, devices: int) -> None:
+        self._devices = devices
+        self._departures = _LINES + _LINE * devices
+        self._entries = self._departures + devices * devices
+        size = 8 * (self._entries + devices * devices * CREDIT * ENTRY)
+        self._memory = mmap.mmap(fd, size)
+        self.words = memoryview(self._memory).cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        #: The number of commands each device has run.
+        self.progress = self.words[_LINES : self._departures : _LINE]
+        self._futex = _Futex()
+
+    # Progress: workers tell, the client waits
+
+    def ran(self, device: int, count: int) -> None:
+        """``device`` has run ``count`` commands."""
+        words = self.words
+        words[_LINES + _LINE * device] = count
+        if count >= words[0]:
+            self._futex.wake(self._address + 8 * (_LINES + _LINE * device))
+
+    def await_progress(self, device: int, target: int) -> None:
+        """Sleep a moment, or until ``device`` has run more, but not if it has run ``target`` commands."""
+        index = _LINES + _LINE * device
+        seen = self.words[index]
+        if seen < target:
+            self._futex.wait(self._address + 8 * index, seen)
+
+    def wake_client_at(self, count: int | None) -> None:
+        """Have workers wake the client when they have run ``count`` commands; None: never."""
+        self.words[0] = _NOBODY if count is None else count
+
+    # Bells: workers wait for each other
+
+    def departure(self, reader: int, publisher: int) -> int:
+        """The index of the word in which ``reader`` counts its transfers with ``publisher``."""
+        return self._departures + reader * self._devices + publisher
+
+    def entry(self, publisher: int, reader: int, count: int) -> int:
+        """The index of the first word of the entry for their ``count``-th transfer."""
+        return self._entries + ((publisher * self._devices + reader) * CREDIT + count % CREDIT) * ENTRY
+
+    def announce(self, device: int) -> None:
+        """Wake those who wait for something that ``device`` has just written."""
+        words, line = self.words, _LINES + _LINE * device
+        # Without a fence this load may miss a hint that is being set right now; then the sleeper's nap ends by itself.
+        dozing = words[line + _DOZING]
+        if dozing:
+            words[line + _DOZING] = 0
+        words[line + _BELL] += 1
+        if dozing:
+            self._futex.wake(self._address + 8 * (line + _BELL))
+
+    def wait(self, device: int, index: int, value: int) -> None:
+        """Return once word ``index``, which ``device`` writes, is at least ``value``.
+
+        There is no way out but that: when a worker dies, the zygote ends all the others, the waiting ones too.
+        """
+        words = self.words
+        for _ in range(_SPINS):
+            if words[index] >= value:
+                return
+        line = _LINES + _LINE * device
+        while True:
+            words[line + _DOZING] = 1
+            bell = words[line + _BELL]
+            if words[index] >= value:
+                return
+            self._futex.wait(self._address + 8 * (line + _BELL), bell)
+
+
+class _Futex:
+    """Sleeping in the kernel on the low half of a shared word (little-endian). Releases the GIL; a signal interrupts it."""
+
+    class _Timespec(ctypes.Structure):
+        _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+    def __init__(self) -> None:
+        self._call = ctypes.CDLL(None).syscall
+        self._number = ctypes.c_long(_FUTEX[platform.machine()])
+        self._nap = ctypes.byref(self._Timespec(0, int(_NAP_SECONDS * 1e9)))
+
+    def wait(self, address: int, seen: int) -> None:
+        """Sleep until woken, for a nap at most, and not at all if the word is no longer ``seen``."""
+        self._call(self._number, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), self._nap)
+
+    def wake(self, address: int) -> None:
+        self._call(self._number, ctypes.c_void_p(address), _FUTEX_WAKE, 0x7FFFFFFF, None)

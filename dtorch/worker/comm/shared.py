@@ -1,0 +1,141 @@
+"""Transfers between the workers of one machine, through the memory they share.
+
+A publisher copies its tensor into its arena once and leaves an *entry* for each other member of the group; a reader waits for
+those it reads from, and puts its result together straight out of their arenas. Two processes number the transfers they both
+take part in, each for itself: commands come to all in one order, so they agree, and no group needs a name or a world.
+
+A publisher waits for nobody until `CREDIT` of its publications wait for one reader, or too many bytes for any. That
+cannot deadlock: whoever is furthest behind in the order of commands waits for nobody, for all others have published what it
+reads and it has read what they published.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from ...sharding.transfer import Transfer
+from ..assemble import assemble
+from ..poison import Poison
+from .arena import FIRST_DEVICE, Arena, Region
+from .control import CREDIT, ENTRY, Control
+
+# An entry: [transfer's number, offset, poison's device or -1, poison's sequence number, number of dims, *shape]
+_HEADER = 5
+_MAX_DIMS = ENTRY - _HEADER
+_WAITING_BYTES = 1 << 28
+_CPU = torch.device("cpu")
+
+
+class SharedMemory:
+    """One device's communicator.
+
+    Args:
+        fd: the segment (`dtorch.worker.comm.arena.create_segment`).
+    """
+
+    def __init__(self, fd: int, control: Control, device: int) -> None:
+        self._fd = fd
+        self._control = control
+        self._device = device
+        self._regions: dict[int, Region] = {}
+        self._arena = Arena(self._region(device))
+        self._counts: dict[int, int] = {}
+        # What others have yet to read: (offset, bytes, [(reader, departure word, number)])
+        self._published: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+
+    def transfer(self, transfer: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
+        """This device's part of ``transfer``, of which it holds ``value``: the result, None if it gets none."""
+        me, counts, control = self._device, self._counts, self._control
+        peers = [device for device in transfer.group if device != me]
+        for peer in peers:
+            counts[peer] = counts.get(peer, 0) + 1
+        if transfer.publishes:
+            self._publish(peers, value)
+        try:
+            return self._collect(transfer, value)
+        finally:
+            # Also after a failure: nothing more will be read.
+            for peer in peers:
+                control.words[control.departure(me, peer)] = counts[peer]
+            control.announce(me)
+
+    def _publish(self, peers: list[int], value: torch.Tensor | Poison | None) -> None:
+        me, counts, control = self._device, self._counts, self._control
+        readers = [(peer, control.departure(peer, me), counts[peer]) for peer in peers]
+        for peer, word, number in readers:
+            control.wait(peer, word, number - CREDIT)
+        if isinstance(value, torch.Tensor):
+            if value.ndim > _MAX_DIMS:
+                raise NotImplementedError(
+                    f"dtorch cannot transfer a tensor of more than {_MAX_DIMS} dims, got {value.ndim}"
+                )
+            entry = array("q", [self._copy_in(value, readers), -1, 0, value.ndim, *value.shape])
+        elif isinstance(value, Poison):
+            entry = array("q", [0, *value.origin, 0])
+        else:
+            raise AssertionError(f"device {me} must publish a value that it does not hold")
+        words = control.words
+        for peer in peers:
+            at = control.entry(me, peer, counts[peer])
+            words[at + 1 : at + 1 + len(entry)] = entry  # type: ignore[assignment]
+            words[at] = counts[peer]
+        control.announce(me)
+
+    def _copy_in(self, value: torch.Tensor, readers: list[tuple[int, int, int]]) -> int:
+        """Copy ``value`` into a block of the arena, and have it freed when all have read it; its offset."""
+        nbytes = value.nbytes
+        if not nbytes:
+            return 0
+        words = self._control.words
+        waiting = 0
+        still: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+        for block in self._published:
+            if all(words[word] >= number for _, word, number in block[2]):
+                self._arena.free(block[0])
+            else:
+                still.append(block)
+                waiting += block[1]
+        while still and waiting + nbytes > _WAITING_BYTES:
+            offset, size, slow = still.pop(0)
+            for peer, word, number in slow:
+                self._control.wait(peer, word, number)
+            self._arena.free(offset)
+            waiting -= size
+        self._published = still
+        offset = self._arena.allocate(nbytes)
+        still.append((offset, nbytes, readers))
+        self._arena.region.view(offset, tuple(value.shape), value.dtype).copy_(value)
+        return offset
+
+    def _collect(self, transfer: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
+        if transfer.shape is None:
+            return None
+        sources: dict[int, torch.Tensor] = {}
+        for term in transfer.terms:
+            for piece in term:
+                if piece.device in sources:
+                    continue
+                source = value if piece.device == self._device else self._read(piece.device, transfer.dtype)
+                if not isinstance(source, torch.Tensor):
+                    return source
+                sources[piece.device] = source
+        return assemble(transfer, sources.__getitem__, _CPU)
+
+    def _read(self, peer: int, dtype: torch.dtype) -> torch.Tensor | Poison:
+        """What ``peer`` has published for the transfer at hand, in its own memory."""
+        control, number = self._control, self._counts[peer]
+        at = control.entry(peer, self._device, number)
+        control.wait(peer, at, number)
+        words = control.words
+        if words[at + 2] >= 0:
+            return Poison((words[at + 2], words[at + 3]))
+        shape = tuple(words[at + _HEADER : at + _HEADER + words[at + 4]])
+        return self._region(peer).view(words[at + 1], shape, dtype)
+
+    def _region(self, device: int) -> Region:
+        found = self._regions.get(device)
+        if found is None:
+            found = self._regions[device] = Region(self._fd, FIRST_DEVICE + device)
+        return found

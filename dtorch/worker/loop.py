@@ -1,0 +1,97 @@
+"""A worker's main loop: receive a batch, run its commands, say how far it is, send what happened."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+
+from ..engine.channel import WorkerChannel
+from ..engine.protocol import READY
+from .comm.arena import CLIENT, Region
+from .comm.control import Control
+from .comm.shared import SharedMemory
+from .executor import Executor, Steps
+
+
+class SharedBlobs:
+    """The client's bytes: in the command itself, or in the client's region of the shared memory."""
+
+    def __init__(self, fd: int) -> None:
+        self._region = Region(fd, CLIENT)
+
+    def blob(self, blob: Any) -> torch.Tensor:
+        """See `dtorch.worker.executor.Blobs`."""
+        if isinstance(blob, list):
+            return self._region.bytes(*blob)
+        # frombuffer refuses an empty buffer, and warns of one that it may not write to.
+        return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)
+
+    def landing(self, landing: Any) -> torch.Tensor:
+        """See `dtorch.worker.executor.Blobs`."""
+        return self._region.bytes(*landing)
+
+
+def main(
+    device: int,
+    fd: int,
+    address: str,
+    *,
+    devices: int,
+    batch: int,
+    sequence: int,
+    threads: int,
+    path: list[str],
+    imports: list[str],
+) -> None:
+    """Work for one device until the process is ended; it is, by its parent, when the client closes or dies.
+
+    Args:
+        fd: the shared segment, for up to ``devices`` devices.
+        address: of the channel.
+        batch: the number of the first batch to come.
+        sequence: the number of its first command.
+        path: the client's ``sys.path``.
+        imports: modules to import first.
+    """
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+    for name in imports:
+        importlib.import_module(name)
+    channel = WorkerChannel(address, batch)
+    events: list[list] = []
+    control = Control(fd, devices)
+    executor = Executor(device, events.append, SharedBlobs(fd))
+    communicator = SharedMemory(fd, control, device)
+    control.ran(device, sequence)
+    channel.send([[READY, device, os.getpid()]])
+    run, ran = executor.run, control.ran
+    with torch.inference_mode():
+        while True:
+            for command in channel.receive():
+                steps = run(command, sequence)
+                if steps is not None:
+                    _drive(steps, communicator)
+                sequence += 1
+                if events:
+                    channel.send(events)
+                    events.clear()
+                ran(device, sequence)
+
+
+def _drive(steps: Steps, communicator: SharedMemory) -> None:
+    """Run a command that communicates to its end."""
+    try:
+        request = next(steps)
+        while True:
+            try:
+                result = communicator.transfer(*request)
+            except Exception as error:  # say, no memory for the result: the command's failure, not the worker's
+                request = steps.throw(error)
+            else:
+                request = steps.send(result)
+    except StopIteration:
+        pass
