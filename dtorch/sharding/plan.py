@@ -13,13 +13,13 @@ import torch
 
 from .. import errors
 from ..mesh import DeviceMesh
-from ..placement import PlacementList, encode, is_partial
+from ..placement import REPLICATE, PlacementList, encode, is_partial
 from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
 from . import shapes
 from .choose import Decision, choose
 from .schema import OpInfo
 from .spec import Spec, mesh_id
-from .strategy import RULES, Call, TensorArg
+from .strategy import Call, TensorArg
 
 aten = torch.ops.aten
 
@@ -43,6 +43,7 @@ class Plan:
     decision: Decision
     moves: tuple[tuple[Spec, Spec], ...]
     mesh: DeviceMesh
+    call: Call | None = None
     program_id: int = 0
     nbytes: int = 0
 
@@ -129,7 +130,8 @@ def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: 
     inputs = tuple(TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs))
     call = Call(info.op, args, kwargs, inputs, outputs)
     writes = info.writes(args, kwargs)
-    decision = choose(call, specs, frozenset(writes))
+    returned = {info.alias_of(out, args, kwargs): out for out in info.returned}
+    decision = choose(call, specs, {index: returned.get(index) for index in writes})
     return write_plan(info, call, specs, decision, writes, mesh)
 
 
@@ -150,7 +152,7 @@ def plan_gathered(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], s
     builder.op(info.name, written, outs, named)
     program = builder.program(info.name, outs)
     placements = tuple(spec.replicate().placements for spec in specs)
-    decision = Decision(placements, (), None, None, True, False)
+    decision = Decision(placements, (), gathered=True)
     return Plan(program, builder.operands, (), info.structure, (), False, (), decision, tuple(moves), mesh)
 
 
@@ -199,6 +201,8 @@ class ArgWriter:
     def _number(self, value: Any) -> Arg:
         if isinstance(value, (list, tuple)):
             return [self._number(item) for item in value]
+        if value is None:
+            return None
         if type(value) is complex:
             return Const("complex", repr(value))
         if isinstance(value, TensorArg):
@@ -244,8 +248,37 @@ def write_plan(
             target = spec.with_placements(placements)
             moves.append((spec, target))
             slots.append(builder.reshard(index, spec, target))
-    entry = RULES.get(info.op)
-    local_shapes = {} if entry is None else {name: decision.outputs[out] for name, out in entry.local_shapes.items()}
+    outs = write_op(builder, info, call, decision, slots)
+    for index in writes:
+        if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
+            spec = specs[index]
+            back = builder.reshard(slots[index], spec.with_placements(decision.inputs[index]), spec)
+            builder.op("aten.copy_.default", [Slot(index), Slot(back)], [-1])
+    outputs = _finish(builder, info, call, decision, outs, mesh)
+    returned = info.returned_inputs
+    kept = [slot for slot in outs if slot >= 0]
+    aliases = tuple(info.alias_of(i, call.args, call.kwargs) for i in range(len(call.outputs)))
+    detached = any(a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned)
+    nbytes = sum(spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned)
+    return Plan(
+        builder.program(info.name, kept),
+        builder.operands,
+        outputs,
+        info.structure,
+        aliases,
+        detached,
+        writes,
+        decision,
+        tuple(moves),
+        mesh,
+        call,
+        nbytes=nbytes // max(len(mesh.device_ids), 1),
+    )
+
+
+def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int]) -> list[int]:
+    """Write the op itself, on inputs in ``slots`` that are where ``decision`` wants them; the slots of its outputs."""
+    local_shapes = {name: decision.outputs[out] for name, out in decision.local_shapes.items()}
     args, kwargs = ArgWriter(info, builder, slots, local_shapes).write(call.args, call.kwargs)
     returned = info.returned_inputs
     outs = [-1 if out is None or i in returned else builder.slot() for i, out in enumerate(call.outputs)]
@@ -266,29 +299,7 @@ def write_plan(
                 [builder.layout(p, t.shape) for p, t in zip(decision.outputs, call.outputs, strict=True) if p is not None],
             )
         )
-    for index in writes:
-        if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
-            spec = specs[index]
-            back = builder.reshard(slots[index], spec.with_placements(decision.inputs[index]), spec)
-            builder.op("aten.copy_.default", [Slot(index), Slot(back)], [-1])
-    outputs = _finish(builder, info, call, decision, outs, mesh)
-    kept = [slot for slot in outs if slot >= 0]
-    aliases = tuple(info.alias_of(i, call.args, call.kwargs) for i in range(len(call.outputs)))
-    detached = any(a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned)
-    nbytes = sum(spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned)
-    return Plan(
-        builder.program(info.name, kept),
-        builder.operands,
-        outputs,
-        info.structure,
-        aliases,
-        detached,
-        writes,
-        decision,
-        tuple(moves),
-        mesh,
-        nbytes=nbytes // max(len(mesh.device_ids), 1),
-    )
+    return outs
 
 
 def _finish(
@@ -328,8 +339,6 @@ def _finish(
 
 
 def _completed(placement: Any, all_reductions: bool) -> Any:
-    from ..placement import REPLICATE
-
     return REPLICATE if is_partial(placement) and (all_reductions or placement.reduce_op != "sum") else placement
 
 

@@ -1,0 +1,68 @@
+"""dtorch makes many devices feel like one: ordinary single-device PyTorch on tensors that live on many workers."""
+
+from .engine import zygote as _zygote
+
+_zygote.start()  # before torch is imported: the workers' parent imports it at the same time
+
+from ._environment import check as _check  # noqa: E402
+
+_check()
+
+from typing import Any as _Any  # noqa: E402
+
+import torch as _torch  # noqa: E402
+
+from . import errors  # noqa: E402
+from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
+from .client.entry import redistribute  # noqa: E402
+from .client.memory import memory_stats  # noqa: E402
+from .client.runtime import devices, init, is_initialized, shutdown, synchronize  # noqa: E402
+from .creation import (  # noqa: E402
+    arange,
+    as_tensor,
+    bartlett_window,
+    blackman_window,
+    distribute_tensor,
+    empty,
+    empty_like,
+    empty_strided,
+    eye,
+    from_numpy,
+    from_torch,
+    full,
+    full_like,
+    hamming_window,
+    hann_window,
+    kaiser_window,
+    linspace,
+    logspace,
+    ones,
+    ones_like,
+    rand,
+    rand_like,
+    randint,
+    randint_like,
+    randn,
+    randn_like,
+    randperm,
+    tensor,
+    tril_indices,
+    triu_indices,
+    zeros,
+    zeros_like,
+)
+from .future import TensorFuture, as_completed  # noqa: E402
+from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
+from .stages import assign_layers_to_stages  # noqa: E402
+from .tensor import Tensor  # noqa: E402
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _Any:
+    """Whatever is not listed above is torch's: ``import dtorch as torch`` is a fair way to port a script."""
+    try:
+        return getattr(_torch, name)
+    except AttributeError:
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}, and neither has torch") from None

@@ -1,0 +1,160 @@
+"""Keeping views and their bases the same where the workers' own memory does not (see `values`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..program.ir import Operand, Slot
+from ..sharding.plan import Builder, Plan, plan_op, write_op
+from ..sharding.schema import OpInfo
+from ..sharding.spec import Spec
+from ..sharding.strategy import TensorArg
+from .controller import Controller
+from .values import Copy, Value, next_value_id
+
+aten = torch.ops.aten
+
+
+def view_value(
+    number: int, spec: Spec, plan: Plan, output: int, info: OpInfo, base: Any, args: Any, kwargs: dict[str, Any]
+) -> Value:
+    """The value of a view of ``base``."""
+    value = base._value
+    if not plan.detached:
+        return Value(number, value.root, value.copy, value if value.copy is not None else None)
+    metas, named = _constants(args), {k: _constants(v) for k, v in kwargs.items()}
+    return Value(number, value.root, Copy(number, spec, value, base._spec, info, metas, named, output))
+
+
+def _constants(value: Any) -> Any:
+    """A view op's arguments with a `TensorArg` in place of its one tensor."""
+    if isinstance(value, torch.Tensor):
+        spec = value._spec  # type: ignore[attr-defined]
+        return TensorArg(0, tuple(spec.shape), spec.stride, spec.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple([_constants(item) for item in value])
+    return value
+
+
+def refresh(controller: Controller, value: Value) -> None:
+    """Make the copy whose memory ``value`` is agree with its parent. The caller holds the lock."""
+    copy = value.copy
+    if copy is None or copy.generation == value.root.generation:
+        return
+    parent = copy.parent
+    refresh(controller, parent)
+    plan = plan_op(copy.info, copy.args, copy.kwargs, [copy.parent_spec])
+    program = controller.define(plan.program)
+    outputs = [next_value_id() for _ in plan.program.outputs]
+    numbers = _numbers(copy)
+    controller.issue([program, parent.id, *outputs, *numbers, *plan.operands])
+    taken = outputs[copy.output]
+    assign = controller.define(_assignment(copy.spec))
+    controller.issue([assign, copy.id, taken])
+    controller.issue([0, *outputs])
+    copy.generation = value.root.generation
+
+
+def written(controller: Controller, value: Value) -> None:
+    """``value`` has just been written: mark its aliases stale, and bring the write to its base. The caller holds the lock."""
+    root = value.root
+    root.generation += 1
+    copy = value.copy
+    while copy is not None:
+        copy.generation = root.generation
+        _write_back(controller, copy)
+        copy = copy.parent.copy
+
+
+def _write_back(controller: Controller, copy: Copy) -> None:
+    """Write the copy's memory to the part of its parent that it views."""
+    plan = plan_op(copy.info, copy.args, copy.kwargs, [copy.parent_spec])
+    numbers = _numbers(copy)
+    builder = Builder(copy.parent_spec.mesh, 2, len(numbers))
+    slice_of = _as_slice(copy)
+    if slice_of is not None and _only_unsharded(plan, copy, slice_of[0]):
+        _write_slice(builder, copy, slice_of)
+    else:
+        _write_view(builder, copy, plan)
+    program = controller.define(builder.program(f"write back {copy.info.name}", []))
+    controller.issue([program, copy.parent.id, copy.id, *numbers, *builder.operands])
+
+
+def _write_view(builder: Builder, copy: Copy, plan: Plan) -> None:
+    """Take the view of a redistributed copy of the parent, write that, and bring it back."""
+    spec = copy.parent_spec
+    there = spec.with_placements(plan.decision.inputs[0])
+    whole = builder.reshard(0, spec, there)
+    outs = write_op(builder, copy.info, plan.call, plan.decision, [whole])
+    builder.op("aten.copy_.default", [Slot(outs[copy.output]), Slot(1)], [-1])
+    back = builder.reshard(whole, there, spec)
+    builder.op("aten.copy_.default", [Slot(0), Slot(back)], [-1])
+
+
+def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, int, bool]) -> None:
+    """Each device writes what falls into its own part of the sliced dim: nothing moves."""
+    from ..program.ir import Local
+
+    dim, start, stop, step, squeezed = slice_of
+    source = 1
+    if squeezed:
+        source = builder.slot()
+        builder.op("aten.unsqueeze.default", [Slot(1), dim], [source])
+    operands: list[Operand] = [builder.operand(n) for n in (start, stop, step)]
+    spec = copy.parent_spec
+    builder.body.append(
+        Local(
+            "dtorch.slice_write",
+            [Slot(0), Slot(source), dim, *operands],
+            {},
+            [],
+            [builder.layout(spec.placements, tuple(spec.shape))],
+        )
+    )
+
+
+def _as_slice(copy: Copy) -> tuple[int, int, int, int, bool] | None:
+    """(dim, start, stop, step, whether the dim is gone) of a slice or select; None for another view."""
+    op = copy.info.op
+    shape = copy.parent_spec.shape
+    values = {a.name: copy.info.value_of(a, copy.args, copy.kwargs) for a in copy.info.arguments}
+    if op is aten.select.int:
+        dim = values["dim"] % len(shape)
+        index = values["index"] % shape[dim]
+        return dim, index, index + 1, 1, True
+    if op is aten.slice.Tensor:
+        dim = (values["dim"] or 0) % len(shape)
+        start, stop, step = slice(values["start"], values["end"], values["step"] or 1).indices(shape[dim])
+        return dim, start, max(start, stop), step, False
+    return None
+
+
+def _only_unsharded(plan: Plan, copy: Copy, dim: int) -> bool:
+    """Whether all the view needed was its dim whole: then the devices agree on everything else."""
+    before, after = copy.parent_spec.placements, plan.decision.inputs[0]
+    return all(a is b or (a.is_shard() and a.dim == dim and b.is_replicate()) for a, b in zip(before, after, strict=True))
+
+
+def _assignment(spec: Spec) -> Any:
+    builder = Builder(spec.mesh, 2, 0)
+    builder.op("aten.copy_.default", [Slot(0), Slot(1)], [-1])
+    return builder.program("refresh a view", [])
+
+
+def _numbers(copy: Copy) -> list[Any]:
+    """The numbers among a view op's arguments, which a run's command carries."""
+    found: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif value is not None and type(value) is not complex and not isinstance(value, TensorArg):
+            found.append(value)
+
+    for argument in copy.info.arguments:
+        if argument.is_number:
+            visit(copy.info.value_of(argument, copy.args, copy.kwargs))
+    return found

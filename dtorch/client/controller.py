@@ -1,0 +1,475 @@
+"""The client's side of the cluster: one sequence of commands, lifetimes, futures and errors.
+
+Everything that issues commands holds ``Controller.lock``, so there is one total order whatever thread an op comes from. Nothing
+blocks while holding it: waits flush first and drop it.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ..config import Config
+from ..engine import protocol
+from ..engine.interface import Engine
+from ..errors import DTorchError, RemoteError, WorkerLost
+from ..future import TensorFuture
+from ..mesh import DeviceMesh
+from ..placement import encode
+from ..program.ir import Program
+from ..sharding.layout import box_shape, local_box
+from ..sharding.spec import Spec, mesh_id
+from . import lines
+from .values import FREED, Value
+
+log = logging.getLogger("dtorch")
+
+#: Commands in one batch at most; more gains nothing (DESIGN, lesson 4).
+BATCH = 64
+#: Commands the client may run ahead of the slowest worker.
+AHEAD = 8192
+#: Bytes of results, per device, that may be asked for ahead of the workers.
+AHEAD_BYTES = 1 << 30
+#: Tensors up to this size travel inside messages, larger ones through shared memory.
+INLINE_BYTES = 64 * 1024
+#: Seconds after which queued commands are sent though nobody waits for them.
+IDLE_FLUSH = 0.0005
+
+
+class Failure:
+    """A failed command, as its worker described it."""
+
+    __slots__ = ("device", "sequence", "kind", "message", "coordinate", "shapes", "seen", "line")
+
+    def __init__(self, device: int, sequence: int, kind: str, message: str, coordinate: Any, shapes: Any) -> None:
+        self.device, self.sequence, self.kind, self.message = device, sequence, kind, message
+        self.coordinate, self.shapes = coordinate, shapes
+        self.seen = False
+        self.line = ""
+
+    def error(self) -> RemoteError:
+        self.seen = True
+        where = f"device {self.device}" + ("" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}")
+        shapes = "" if not self.shapes else f"\n  local shapes: {', '.join(str(tuple(s)) for s in self.shapes)}"
+        return RemoteError(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
+
+
+class Controller:
+    """One cluster: an engine, and what the client keeps about it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.lock = threading.RLock()
+        self.outbox: list[list] = []
+        self.sequence = 0
+        self.next_value = itertools.count(1).__next__
+        self.next_token = itertools.count(1).__next__
+        self.programs: dict[bytes, int] = {}
+        self.program_bodies: list[tuple[int, bytes]] = []
+        self.meshes: dict[int, DeviceMesh] = {}
+        self.devices: set[tuple[str, int]] = set()
+        self.waiting: dict[int, Waiting] = {}
+        self.failures: collections.OrderedDict[tuple[int, int], Failure] = collections.OrderedDict()
+        self.orphans: dict[tuple[int, int], list[Waiting]] = {}
+        self.lost: Exception | None = None
+        self.closed = False
+        self.pid = os.getpid()
+        self.bytes_ahead = 0
+        self.history = lines.History()
+        self._armed = False
+        self._wake = threading.Event()
+        self.engine: Engine = _make_engine(config, self)
+        self._flusher: threading.Thread | None = None
+
+    # -- issuing ------------------------------------------------------------------------------------------------------
+
+    def issue(self, command: list) -> int:
+        """Append one command; the caller holds the lock. Its sequence number."""
+        if self.lost is not None or self.closed or self.pid != os.getpid():
+            raise self._unusable()
+        if FREED:
+            self._drain()
+        self.outbox.append(command)
+        self.sequence += 1
+        if len(self.outbox) >= BATCH or not self.engine.behind():
+            self.flush()
+        elif not self._armed:
+            self._arm()
+        return self.sequence - 1
+
+    def run(self, program: int, inputs: Sequence[int], outputs: int, operands: Sequence[Any], name: str) -> list[int]:
+        """Run a program; the ids of its outputs. The caller holds the lock."""
+        ids = [self.next_value() for _ in range(outputs)]
+        self.history.note(self.sequence + (1 if FREED else 0), name)
+        self.issue([program, *inputs, *ids, *operands])
+        return ids
+
+    def flush(self) -> None:
+        """Send what is queued. The caller holds the lock."""
+        batch = self.outbox
+        if batch:
+            self.outbox = []
+            self._armed = False
+            self.engine.send(batch)
+
+    def pressure(self, nbytes: int) -> None:
+        """Wait while the workers are too far behind. Called without the lock, after an op."""
+        self.bytes_ahead += nbytes
+        if self.sequence % 256 and self.bytes_ahead < AHEAD_BYTES:
+            return
+        engine = self.engine
+        if self.bytes_ahead >= AHEAD_BYTES:
+            with self.lock:
+                self.flush()
+            engine.wait_behind(BATCH)
+            self.bytes_ahead = 0
+        elif engine.behind() > AHEAD:
+            engine.wait_behind(AHEAD // 2)
+
+    def _drain(self) -> None:
+        ids = []
+        while FREED:
+            ids.append(FREED.popleft())
+        self.outbox.append([protocol.FREE, *ids])
+        self.sequence += 1
+
+    def _arm(self) -> None:
+        """Have the idle flusher send the outbox soon, though Python may do something else for a minute."""
+        self._armed = True
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._flush_when_idle, name="dtorch-flush", daemon=True)
+            self._flusher.start()
+        self._wake.set()
+
+    def _flush_when_idle(self) -> None:
+        import time
+
+        while True:
+            # A wait with a timeout, so that values freed while Python is idle are freed on the workers too.
+            self._wake.wait(0.2)
+            self._wake.clear()
+            if self.closed or self.lost is not None:
+                return
+            time.sleep(IDLE_FLUSH)
+            with self.lock:
+                if self.closed or self.lost is not None:
+                    return
+                if FREED:
+                    self._drain()
+                self.flush()
+
+    def _unusable(self) -> Exception:
+        if self.pid != os.getpid():
+            return DTorchError(
+                "a forked process cannot use the dtorch tensors of its parent; "
+                "create tensors after the fork, or pass plain tensors (x.to_torch()) to it"
+            )
+        if self.lost is not None:
+            return type(self.lost)(*self.lost.args)
+        return DTorchError("this tensor belongs to a cluster that has been shut down; make it anew after dtorch.init()")
+
+    # -- meshes and programs ------------------------------------------------------------------------------------------
+
+    def mesh(self, mesh: DeviceMesh) -> int:
+        """The id of ``mesh``; its devices are started, and the workers told about it, at its first use."""
+        number = mesh_id(mesh)
+        if number not in self.meshes:
+            self._ensure(mesh)
+            with self.lock:
+                if number not in self.meshes:
+                    self.issue(_mesh_command(number, mesh))
+                    self.meshes[number] = mesh
+        return number
+
+    def _ensure(self, mesh: DeviceMesh) -> None:
+        missing = [i for i in mesh.device_ids if (mesh.device_type, i) not in self.devices]
+        if not missing:
+            return
+        with self.lock:
+            self.flush()
+            self.engine.ensure(mesh.device_type, mesh.device_ids)
+            self.devices |= {(mesh.device_type, i) for i in mesh.device_ids}
+            for number, known in self.meshes.items():  # newcomers missed them
+                self.issue(_mesh_command(number, known))
+            for program, body in self.program_bodies:
+                self.issue([protocol.DEFINE, program, body])
+
+    def define(self, program: Program) -> int:
+        """The id of ``program``, sent to the workers once. The caller holds the lock."""
+        body = msgspec.msgpack.encode(program)
+        number = self.programs.get(body)
+        if number is None:
+            number = self.programs[body] = protocol.FIRST_PROGRAM + len(self.programs)
+            self.program_bodies.append((number, body))
+            log.debug("define %d: %s", number, program)
+            self.issue([protocol.DEFINE, number, body])
+        return number
+
+    # -- values in and out --------------------------------------------------------------------------------------------
+
+    def put(self, tensor: torch.Tensor, spec: Spec) -> Value:
+        """Place a whole plain tensor. It is copied before this returns."""
+        mesh = self.mesh(spec.mesh)
+        tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
+        blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
+        with self.lock:
+            value = Value(self.next_value())
+            placements = encode(spec.placements)
+            self.history.note(self.sequence + (1 if FREED else 0), "put")
+            self.issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob])
+        return value
+
+    def get(self, value: Value, spec: Spec) -> TensorFuture:
+        """Ask for a whole tensor, which must have no Partial; a future of a plain contiguous CPU tensor."""
+        landing = None
+        if spec.nbytes > INLINE_BYTES:
+            landing = self.engine.landing(spec.nbytes)
+        mesh = spec.mesh
+        sharded = [a for a, p in enumerate(spec.placements) if p.is_shard()]
+        expected = math.prod(mesh.shape[a] for a in sharded)
+        future = TensorFuture()
+        gather = Gather(self, future, spec, expected, landing)
+        self._ask(
+            gather,
+            lambda token: [
+                protocol.GET, token, value.id, mesh_id(mesh), encode(spec.placements), list(spec.shape),
+                None if landing is None else landing[1],
+            ],
+        )  # fmt: skip
+        return future
+
+    def shards(self, value: Value, spec: Spec) -> dict[int, torch.Tensor]:
+        """What every device holds, by device id."""
+        waiting = Collect(self, TensorFuture(), len(spec.mesh.device_ids))
+        self._ask(waiting, lambda token: [protocol.SHARDS, token, value.id, mesh_id(spec.mesh)])
+        replies = self.wait(waiting.future)
+        return {i: from_bytes(replies[i][2], replies[i][1], replies[i][0]) for i in spec.mesh.device_ids}
+
+    def describe(self, values: Sequence[int], mesh: DeviceMesh) -> list[tuple[list[int], list[int], torch.dtype]]:
+        """Shape, stride and dtype of values as the mesh's first device holds them; waits."""
+        waiting = Collect(self, TensorFuture(), 1)
+        self._ask(waiting, lambda token: [protocol.DESCRIBE, token, mesh_id(mesh), *values])
+        (reply,) = self.wait(waiting.future).values()
+        return [(shape, stride, getattr(torch, dtype)) for shape, stride, dtype in reply]
+
+    def ask_all(self, command: int, *arguments: Any) -> dict[int, Any]:
+        """Ask every worker; the replies by device id."""
+        if not self.devices:
+            return {}
+        waiting = Collect(self, TensorFuture(), len({i for _, i in self.devices}))
+        self._ask(waiting, lambda token: [command, token, *arguments])
+        return self.wait(waiting.future)
+
+    def _ask(self, waiting: Waiting, command: Any) -> None:
+        with self.lock:
+            token = self.next_token()
+            self.waiting[token] = waiting
+            try:
+                self.issue(command(token))
+                self.flush()
+            except BaseException:
+                self.waiting.pop(token, None)
+                raise
+
+    def wait(self, future: TensorFuture) -> Any:
+        """The value of a future of ours; everything queued is on its way already."""
+        return future.get()
+
+    def synchronize(self) -> None:
+        """Wait until everything issued has run; raise the first failure nobody has seen."""
+        if self.devices:
+            self.ask_all(protocol.SYNC)
+        failure = self.unseen()
+        if failure is not None:
+            raise failure.error()
+
+    def unseen(self) -> Failure | None:
+        return next((f for f in self.failures.values() if not f.seen), None)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def on_event(self, event: list) -> None:
+        """Take one worker event; runs in the engine's receiving thread, or inside `flush` when simulating."""
+        kind = event[0]
+        if kind == protocol.REPLY:
+            _, device, token, payload = event
+            waiting = self.waiting.get(token)
+            if waiting is not None and waiting.arrived(device, payload):
+                self.waiting.pop(token, None)
+        elif kind == protocol.FAILED:
+            _, device, sequence, name, message, coordinate, shapes = event
+            failure = Failure(device, sequence, name, message, coordinate, shapes)
+            failure.line = self.history.describe(sequence)
+            key = (device, sequence)
+            self.failures[key] = failure
+            if len(self.failures) > 1000:
+                self.failures.popitem(last=False)
+            log.debug("worker %d failed at %d: %s: %s", device, sequence, name, message)
+            for waiting in self.orphans.pop(key, ()):
+                waiting.fail(failure.error())
+        elif kind == protocol.POISONED:
+            _, device, token, origin = event
+            waiting = self.waiting.pop(token, None)
+            if waiting is not None:
+                found = self.failures.get(tuple(origin))
+                if found is not None:
+                    waiting.fail(found.error())
+                else:  # the failing worker's own note is still on its way
+                    self.orphans.setdefault(tuple(origin), []).append(waiting)
+
+    def on_lost(self, error: Exception) -> None:
+        """The cluster is gone: whatever waits, and every later call, gets ``error``."""
+        if self.closed:
+            return
+        self.lost = error
+        pending = list(self.waiting.values()) + [w for group in self.orphans.values() for w in group]
+        self.waiting.clear()
+        self.orphans.clear()
+        for waiting in pending:
+            waiting.fail(type(error)(*error.args))
+
+    def close(self) -> None:
+        """End the workers. Values still waited for fail."""
+        if self.closed:
+            return
+        self.closed = True
+        self._wake.set()
+        if self.pid == os.getpid():
+            self.engine.close()
+        error = WorkerLost("the cluster was shut down while a value was being waited for")
+        for waiting in list(self.waiting.values()):
+            waiting.fail(error)
+        self.waiting.clear()
+
+
+class Waiting:
+    """Replies that a future waits for."""
+
+    __slots__ = ("controller", "future", "missing")
+
+    def __init__(self, controller: Controller, future: TensorFuture, expected: int) -> None:
+        self.controller = controller
+        self.future = future
+        self.missing = expected
+
+    def arrived(self, device: int, payload: Any) -> bool:
+        """Take one reply; True with the last."""
+        raise NotImplementedError
+
+    def fail(self, error: Exception) -> None:
+        self.future._set(error=error)
+
+
+class Collect(Waiting):
+    """Replies by device."""
+
+    __slots__ = ("replies",)
+
+    def __init__(self, controller: Controller, future: TensorFuture, expected: int) -> None:
+        super().__init__(controller, future, expected)
+        self.replies: dict[int, Any] = {}
+
+    def arrived(self, device: int, payload: Any) -> bool:
+        self.replies[device] = payload
+        self.missing -= 1
+        if not self.missing:
+            self.future._set(self.replies)
+        return not self.missing
+
+
+class Gather(Waiting):
+    """A whole tensor out of the boxes that devices send, or copy into a landing."""
+
+    __slots__ = ("landing", "spec", "whole")
+
+    def __init__(self, controller: Controller, future: TensorFuture, spec: Spec, expected: int, landing: Any) -> None:
+        super().__init__(controller, future, expected)
+        self.spec = spec
+        self.landing = landing
+        self.whole: torch.Tensor | None = None
+
+    def arrived(self, device: int, payload: Any) -> bool:
+        spec = self.spec
+        if self.landing is None:
+            mesh = spec.mesh
+            box = local_box(spec.placements, mesh.shape, mesh.coordinate(device), spec.shape)
+            part = from_bytes(payload, dtype_name(spec.dtype), box_shape(box))
+            if box_shape(box) == tuple(spec.shape):
+                self.whole = part
+            else:
+                if self.whole is None:
+                    self.whole = torch.empty(spec.shape, dtype=spec.dtype)
+                self.whole[tuple(slice(*edge) for edge in box)] = part
+        self.missing -= 1
+        if self.missing:
+            return False
+        if self.landing is not None:
+            memory, reference = self.landing
+            self.whole = memory.view(spec.dtype).view(spec.shape).clone()
+            self.controller.engine.release(reference)
+        self.future._set(self.whole)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        if self.landing is not None:
+            self.controller.engine.release(self.landing[1])
+        super().fail(error)
+
+
+def _make_engine(config: Config, controller: Controller) -> Engine:
+    if config.engine == "simulate":
+        from ..engine.simulate import SimulatedEngine
+
+        return SimulatedEngine(
+            controller.on_event,
+            controller.on_lost,
+            threads_per_worker=config.threads_per_worker,
+            worker_imports=config.worker_imports,
+        )
+    if sys.platform != "linux":
+        raise DTorchError(
+            f"worker processes need Linux, this is {sys.platform}; dtorch.init(engine='simulate') runs everything in this process"
+        )
+    from ..engine.local import LocalEngine
+
+    return LocalEngine(
+        controller.on_event,
+        controller.on_lost,
+        devices=config.devices,
+        threads_per_worker=config.threads_per_worker,
+        worker_imports=config.worker_imports,
+    )
+
+
+def _mesh_command(number: int, mesh: DeviceMesh) -> list:
+    names = None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
+    return [protocol.MESH, number, mesh.device_type, list(mesh.shape), list(mesh.device_ids), names]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous CPU tensor of any dtype."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def from_bytes(data: bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """A plain tensor of its own from `to_bytes`."""
+    kind = getattr(torch, dtype)
+    if not data:
+        return torch.empty(tuple(shape), dtype=kind)
+    return torch.frombuffer(bytearray(data), dtype=kind).view(tuple(shape))
+
+

@@ -1,0 +1,280 @@
+"""From a call of an op on tensors to a command in the outbox.
+
+The way of ``z = x + y``: key of (op, specs, constants) → plan → outputs wrapped at once from the plan's specs → one command.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from ..errors import DTorchError
+from ..sharding import shapes
+from ..sharding.plan import Plan, plan_gathered, plan_op
+from ..sharding.schema import OpInfo
+from ..sharding.spec import Spec
+from ..sharding.strategy import TensorArg
+from ..tensor import Tensor
+from . import aliasing, host, runtime, torch_internals
+from .controller import Controller
+from .values import FREED, Value, next_value_id
+
+#: Plans kept, over all ops; the least recently used go first.
+PLANS_KEPT = 20_000
+
+
+class CallInfo(OpInfo):
+    """An op's schema, the client's own way of running it if it has one, and its plans."""
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        super().__init__(op)
+        from . import special
+
+        self.handler = special.handler_for(self)
+        self.data_dependent = False
+
+
+_INFOS: dict[Any, CallInfo] = {}
+_PLANS: OrderedDict[tuple, Plan] = OrderedDict()
+
+
+def info_of(op: Any) -> CallInfo:
+    found = _INFOS.get(op)
+    if found is None:
+        found = _INFOS[op] = CallInfo(op)
+    return found
+
+
+def forget_plans() -> None:
+    """A cluster ended: its programs are gone."""
+    _PLANS.clear()
+
+
+class _Slow(Exception):
+    """The call has a tensor that is not placed yet."""
+
+
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """``Tensor.__torch_dispatch__``."""
+    info = _INFOS.get(func)
+    if info is None:
+        info = info_of(func)
+    if kwargs is None:
+        kwargs = {}
+    if info.handler is not None:
+        result = info.handler(info, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return call(info, args, kwargs)
+
+
+def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op that needs no special way."""
+    key: list[Any] = [info]
+    tensors: list[Tensor] = []
+    numbers: list[Any] = []
+    try:
+        for value, is_number in zip(args, info.positions_of_numbers):  # noqa: B905 - the schema may be longer
+            kind = type(value)
+            if kind is Tensor:
+                spec = value._spec
+                if spec is None:
+                    raise _Slow
+                key.append(spec)
+                tensors.append(value)
+            elif is_number and (kind is float or kind is int or kind is bool):
+                key.append(kind)
+                numbers.append(value)
+            elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
+                key.append(_collect(value, is_number, tensors, numbers))
+            else:
+                key.append(value)
+        for name, value in kwargs.items():
+            key.append(name)
+            key.append(_collect(value, info.by_name[name].is_number, tensors, numbers))
+    except _Slow:
+        return place_and_call(info, args, kwargs)
+    controller = runtime._controller
+    if controller is None:
+        controller = runtime.controller()
+    cached = tuple(key)
+    plan = _PLANS.get(cached)
+    if plan is None:
+        try:
+            plan = make_plan(info, args, kwargs, tensors, controller)
+        except shapes.DataDependent:
+            return call_gathered(info, args, kwargs, tensors, numbers, controller)
+        _PLANS[cached] = plan
+        if len(_PLANS) > PLANS_KEPT:
+            _PLANS.popitem(last=False)
+    return execute(info, plan, args, kwargs, tensors, numbers, controller)
+
+
+def _collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[Any]) -> Any:
+    """The part of the key that ``value`` makes; its tensors and numbers are appended."""
+    kind = type(value)
+    if kind is Tensor:
+        if value._spec is None:
+            raise _Slow
+        tensors.append(value)
+        return value._spec
+    if is_number and (kind is float or kind is int or kind is bool):
+        numbers.append(value)
+        return kind
+    if kind is list or kind is tuple:
+        return tuple([_collect(item, is_number, tensors, numbers) for item in value])
+    if isinstance(value, torch.Tensor):
+        raise _Slow
+    return value
+
+
+def place_and_call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call in which some tensor is uncommitted or plain: on the client if none is placed, else place them first."""
+    mesh = None
+    for tensor in tensors_in((args, kwargs)):
+        if type(tensor) is Tensor and tensor._spec is not None:
+            mesh = tensor._spec.mesh
+            break
+    if mesh is None:
+        return host.run(info, args, kwargs)
+    args, kwargs = host.place(info, args, kwargs, mesh)
+    return call(info, args, kwargs)
+
+
+def make_plan(
+    info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], controller: Controller
+) -> Plan:
+    """Plan a call and tell the workers its program."""
+    metas, named = with_metas(args, kwargs)
+    plan = plan_op(info, metas, named, [t._spec for t in tensors])
+    controller.mesh(plan.mesh)
+    with controller.lock:
+        plan.program_id = controller.define(plan.program)
+    return plan
+
+
+def with_metas(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a `TensorArg` for every tensor, numbered in order."""
+    count = 0
+
+    def convert(value: Any) -> Any:
+        nonlocal count
+        if type(value) is Tensor:
+            spec = value._spec
+            count += 1
+            return TensorArg(count - 1, tuple(spec.shape), spec.stride, spec.dtype)
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        return value
+
+    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()}
+
+
+def execute(
+    info: CallInfo,
+    plan: Plan,
+    args: Any,
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    numbers: list[Any],
+    controller: Controller,
+) -> Any:
+    """Queue one run of a plan and wrap what it returns."""
+    outputs = plan.outputs
+    with controller.lock:
+        command = [plan.program_id]
+        for tensor in tensors:
+            value = tensor._value
+            if value.copy is not None:
+                aliasing.refresh(controller, value)
+            command.append(value.id)
+        results: list[Any] = []
+        returned = info.returned_inputs
+        for i, spec in enumerate(outputs):
+            alias = plan.aliases[i]
+            if i in returned:
+                results.append(None if alias is None else tensors[alias])
+            elif spec is None:
+                results.append(None)
+            else:
+                number = next_value_id()
+                command.append(number)
+                if alias is None:
+                    fresh = Value(number)
+                else:
+                    fresh = aliasing.view_value(number, spec, plan, i, info, tensors[alias], args, kwargs)
+                results.append(wrap(spec, fresh))
+        command += numbers
+        command += plan.operands
+        controller.history.note(controller.sequence + (1 if FREED else 0), info.name)
+        controller.issue(command)
+        for i in plan.writes:
+            aliasing.written(controller, tensors[i]._value)
+    controller.pressure(plan.nbytes)
+    if controller.config.sync:
+        controller.synchronize()
+    structure = plan.structure
+    if structure == "tensor":
+        return results[0]
+    if structure == "tuple":
+        return tuple(results)
+    if structure == "list":
+        return results
+    return None
+
+
+def call_gathered(
+    info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[Any], controller: Controller
+) -> Any:
+    """Run an op whose outputs' shapes depend on values: gathered, and Python waits to learn them."""
+    if info.structure not in ("tensor", "tuple") or info.is_mutable:
+        raise DTorchError(f"{info.name} is not supported on dtorch tensors: call it on x.to_torch()")
+    metas, named = with_metas(args, kwargs)
+    count = len(info.op._schema.returns)
+    plan = plan_gathered(info, metas, named, [t._spec for t in tensors], count)
+    mesh = plan.mesh
+    controller.mesh(mesh)
+    with controller.lock:
+        program = controller.define(plan.program)
+        inputs = []
+        for tensor in tensors:
+            if tensor._value.copy is not None:
+                aliasing.refresh(controller, tensor._value)
+            inputs.append(tensor._value.id)
+        values = [Value(next_value_id()) for _ in range(count)]
+        controller.history.note(controller.sequence + (1 if FREED else 0), info.name)
+        controller.issue([program, *inputs, *[v.id for v in values], *numbers, *plan.operands])
+    described = controller.describe([v.id for v in values], mesh)
+    placements = plan.decision.inputs[0]
+    results = [
+        wrap(Spec.of(mesh, placements, shape, stride, dtype), value)
+        for value, (shape, stride, dtype) in zip(values, described, strict=True)
+    ]
+    return results[0] if info.structure == "tensor" else tuple(results)
+
+
+def wrap(spec: Spec, value: Value) -> Tensor:
+    """A new handle."""
+    tensor = torch_internals.make_wrapper(
+        Tensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=torch_internals.CPU
+    )
+    tensor._spec = spec
+    tensor._value = value
+    return tensor
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors_in(item)]
+    return []
+
+
+Tensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+runtime.on_close.append(forget_plans)

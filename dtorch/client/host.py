@@ -1,0 +1,222 @@
+"""Uncommitted tensors: made without a mesh, held in the client's memory until they meet a placed one.
+
+Their ops run on the client at once (masks, positions: small, no messages). One that meets a placed tensor joins its mesh as a
+replicated value; as the destination of an in-place write it takes the source's placements. Its views join with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..mesh import DeviceMesh
+from ..placement import REPLICATE, PlacementList
+from ..sharding.spec import Spec, intern_mesh, replicated
+from ..tensor import Tensor
+from . import torch_internals
+
+
+class HostRoot:
+    """The client memory that an uncommitted tensor and its views share, and where it went when one of them joined a mesh.
+
+    ``joined`` is then a placed 1-d tensor over the whole memory, of which each handle becomes a view when it is next used.
+    """
+
+    __slots__ = ("handles", "joined")
+
+    def __init__(self) -> None:
+        self.handles = 0
+        self.joined: Tensor | None = None
+
+
+class HostHandle:
+    """One uncommitted tensor: its plain tensor and its root. Counts the handles of the root."""
+
+    __slots__ = ("plain", "root")
+
+    def __init__(self, plain: torch.Tensor, root: HostRoot) -> None:
+        self.plain = plain
+        self.root = root
+        root.handles += 1
+
+    def __del__(self) -> None:
+        self.root.handles -= 1
+
+
+def make(plain: torch.Tensor, root: HostRoot | None = None) -> Tensor:
+    """An uncommitted tensor over the memory of ``plain``."""
+    with torch.no_grad():
+        tensor = torch_internals.make_subclass(Tensor, plain)
+    tensor._spec = None
+    tensor._value = None
+    tensor._host = HostHandle(plain, HostRoot() if root is None else root)
+    return tensor
+
+
+def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op among uncommitted and plain tensors on the client."""
+    ours: list[Tensor] = []
+
+    def strip(value: Any) -> Any:
+        if type(value) is Tensor:
+            if value._host.root.joined is not None:
+                raise _Joined
+            ours.append(value)
+            return value._host.plain
+        if isinstance(value, (list, tuple)):
+            return [strip(item) for item in value]
+        return value
+
+    try:
+        plain_args = [strip(a) for a in args]
+        plain_kwargs = {name: strip(v) for name, v in kwargs.items()}
+    except _Joined:  # a view of a tensor that joined a mesh: it is there too
+        mesh = _joined_mesh(args, kwargs)
+        args, kwargs = place(info, args, kwargs, mesh)
+        from .dispatch import call
+
+        return call(info, args, kwargs)
+    if "device" in plain_kwargs and torch_internals.is_our_device(plain_kwargs["device"] or "cpu"):
+        plain_kwargs["device"] = torch_internals.CPU
+    with torch_internals.without_dispatch():
+        result = info.op(*plain_args, **plain_kwargs)
+    by_plain = {id(t._host.plain): t for t in ours}
+    roots = {t._host.plain.untyped_storage()._cdata: t._host.root for t in ours}
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            same = by_plain.get(id(value))
+            if same is not None:
+                return same
+            return make(value, roots.get(value.untyped_storage()._cdata) if value.layout == torch.strided else None)
+        if isinstance(value, list):
+            return [wrap(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple([wrap(item) for item in value])
+        return value
+
+    return wrap(result)
+
+
+class _Joined(Exception):
+    pass
+
+
+def _joined_mesh(args: Any, kwargs: dict[str, Any]) -> DeviceMesh:
+    from .dispatch import tensors_in
+
+    for tensor in tensors_in((args, kwargs)):
+        if type(tensor) is Tensor and tensor._host is not None and tensor._host.root.joined is not None:
+            return tensor._host.root.joined._spec.mesh
+    raise AssertionError("no tensor has joined a mesh")
+
+
+def place(info: Any, args: Any, kwargs: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, dict[str, Any]]:
+    """Bring every uncommitted or plain tensor of a call to ``mesh``."""
+    written = {a.name for a in info.written}
+    sources = _placed(args, kwargs)
+
+    def convert(value: Any, is_written: bool) -> Any:
+        if type(value) is Tensor:
+            if value._spec is None:
+                commit(value, mesh, _like(value, sources, mesh) if is_written else None)
+            return value
+        if isinstance(value, torch.Tensor):
+            if is_written:
+                raise TypeError(
+                    f"{info.name}: the destination is a plain torch.Tensor and the source a dtorch tensor; "
+                    "make the destination with dtorch.from_torch(t, device_mesh=..., placements=...), or copy values out with x.to_torch()"
+                )
+            return from_plain(value, mesh)
+        if isinstance(value, (list, tuple)):
+            return [convert(item, is_written) for item in value]
+        return value
+
+    arguments = info.arguments
+    placed = tuple([convert(v, arguments[i].name in written) for i, v in enumerate(args)])
+    return placed, {name: convert(v, name in written) for name, v in kwargs.items()}
+
+
+def _placed(args: Any, kwargs: dict[str, Any]) -> list[Spec]:
+    from .dispatch import tensors_in
+
+    return [t._spec for t in tensors_in((args, kwargs)) if type(t) is Tensor and t._spec is not None]
+
+
+def _like(tensor: Tensor, sources: list[Spec], mesh: DeviceMesh) -> PlacementList | None:
+    """The placements an uncommitted destination takes of the tensor written into it: shards of dims of equal size."""
+    shape = tensor._host.plain.shape
+    for spec in reversed(sources):
+        if len(spec.shape) == len(shape) and spec.mesh == mesh:
+            return PlacementList(
+                p if p.is_shard() and shape[p.dim] == spec.shape[p.dim] else REPLICATE for p in spec.placements
+            )
+    return None
+
+
+def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = None) -> None:
+    """Make an uncommitted tensor a placed one, on the same handle."""
+    from . import runtime
+
+    handle = tensor._host
+    plain, root = handle.plain, handle.root
+    mesh = intern_mesh(mesh)
+    if root.joined is None and root.handles == 1:
+        spec = Spec.of(mesh, placements or replicated(mesh), plain.shape, None, plain.dtype)
+        tensor._value = runtime.controller().put(plain, spec)
+        tensor._spec = spec
+        if plain.stride() != spec.stride:
+            _restride(tensor)
+        tensor._host = None
+        _tell_leaf(tensor)
+        return
+    if root.joined is None:
+        size = plain.untyped_storage().nbytes() // plain.dtype.itemsize
+        whole = torch.as_strided(plain.detach(), (size,), (1,), 0)
+        root.joined = from_plain(whole, mesh)
+    with torch.no_grad():
+        flat = root.joined
+        if flat.dtype != plain.dtype:
+            flat = torch.ops.aten.view.dtype(flat, plain.dtype)
+        view = torch.ops.aten.as_strided.default(flat, list(plain.shape), list(plain.stride()), plain.storage_offset())
+    tensor._value = view._value
+    tensor._spec = view._spec
+    tensor._host = None
+    _tell_leaf(tensor)
+
+
+def _restride(tensor: Tensor) -> None:
+    """The workers hold it contiguous: give the handle the strides it has there."""
+    from .dispatch import wrap
+
+    torch_internals.set_data(tensor, wrap(tensor._spec, tensor._value))
+
+
+def _tell_leaf(tensor: Tensor) -> None:
+    if tensor._leaf is not None:
+        tensor._leaf.spec = tensor._spec
+
+
+def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList | None = None) -> Tensor:
+    """A placed tensor with the values a plain one has now."""
+    from . import dispatch, runtime
+
+    check_dense(tensor)
+    mesh = intern_mesh(mesh)
+    with torch.no_grad():
+        plain = tensor.detach()
+        if plain.device.type != "cpu":
+            plain = plain.cpu()
+        spec = Spec.of(mesh, placements or replicated(mesh), plain.shape, None, plain.dtype)
+        return dispatch.wrap(spec, runtime.controller().put(plain, spec))
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise TypeError for tensors that are not strided arrays of numbers."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()")
+    if tensor.is_quantized:
+        raise TypeError("dtorch does not support quantised tensors: use tensor.dequantize()")
+    if tensor.is_nested:
+        raise TypeError("dtorch does not support nested tensors: use torch.nested.to_padded_tensor(...)")

@@ -1,0 +1,48 @@
+"""Gradients that reach a leaf are brought to the leaf's placements as they are accumulated.
+
+Otherwise training with sharded weights would hold full-size pending gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_state = threading.local()
+
+
+class Leaf:
+    """The gradient hook of one leaf. Knows the leaf's spec, not the leaf, so that it makes no reference cycle."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def __call__(self, grad: Any) -> Any:
+        spec, own = self.spec, getattr(grad, "_spec", None)
+        if spec is None or own is None or (own.mesh is spec.mesh and own.placements == spec.placements):
+            return None
+        if getattr(_state, "keep", False) or spec.has_partial:
+            return None
+        return grad.redistribute(spec.mesh, spec.placements)
+
+
+def watch(tensor: Any) -> None:
+    """Have the gradients of a leaf brought to its placements."""
+    if tensor.is_leaf and tensor._leaf is None:
+        tensor._leaf = Leaf(tensor._spec)
+        tensor.register_hook(tensor._leaf)
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Within it, gradients of leaves stay as backward makes them: pending sums are accumulated without communication."""
+    before = getattr(_state, "keep", False)
+    _state.keep = True
+    try:
+        yield
+    finally:
+        _state.keep = before

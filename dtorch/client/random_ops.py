@@ -1,0 +1,210 @@
+"""Random ops: each takes a key from the client's default generator; workers make values from (key, element index).
+
+So they depend on the seed and the order of calls, never on mesh, placement or engine, and ``torch.manual_seed``, ``fork_rng``,
+``get_rng_state`` and checkpointing work unpatched. An explicit CPU generator, and the setting ``random="torch"``, draw on the client
+and are bit-equal to plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..placement import REPLICATE, PlacementList, is_partial
+from ..program.ir import Const, Local
+from ..sharding.plan import Builder, dtype_name
+from ..sharding.spec import Spec
+from ..tensor import Tensor
+from . import host, runtime
+from .values import FREED, Value, next_value_id
+
+aten = torch.ops.aten
+
+#: In-place fills: the device function that makes the values, and the op's own arguments it takes, with their defaults.
+FILLS: dict[Any, tuple[str, tuple[tuple[str, Any], ...]]] = {
+    aten.uniform_.default: ("dtorch.uniform", (("from", 0.0), ("to", 1.0))),
+    aten.normal_.default: ("dtorch.normal", (("mean", 0.0), ("std", 1.0))),
+    aten.exponential_.default: ("dtorch.exponential", (("lambd", 1.0),)),
+    aten.geometric_.default: ("dtorch.geometric", (("p", None),)),
+    aten.log_normal_.default: ("dtorch.log_normal", (("mean", 1.0), ("std", 2.0))),
+    aten.cauchy_.default: ("dtorch.cauchy", (("median", 0.0), ("sigma", 1.0))),
+    aten.bernoulli_.float: ("dtorch.bernoulli", (("p", 0.5),)),
+}
+
+#: Integer fills: argument names of the bounds.
+INTEGER_FILLS: dict[Any, tuple[str | None, str | None]] = {
+    aten.random_.default: (None, None),
+    getattr(aten.random_, "from"): ("from", "to"),
+    aten.random_.to: (None, "to"),
+}
+
+#: Functional ops that are a fill of a fresh tensor like their input.
+LIKE: dict[Any, Any] = {
+    aten.rand_like.default: (aten.uniform_.default, ()),
+    aten.randn_like.default: (aten.normal_.default, ()),
+    aten.randint_like.default: (getattr(aten.random_, "from"), ("low", "high")),
+    aten.randint_like.low_dtype: (getattr(aten.random_, "from"), ("low", "high")),
+    aten.bernoulli.p: (aten.bernoulli_.float, ("p",)),
+}
+
+#: Ops whose values need more than an element index: run whole on every device with a generator seeded by the key.
+SEEDED = {
+    aten.bernoulli.default,
+    aten.bernoulli_.Tensor,
+    aten.multinomial.default,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.normal.Tensor_Tensor,
+    aten.poisson.default,
+    aten.binomial.default,
+    aten._standard_gamma.default,
+    aten._sample_dirichlet.default,
+    aten.native_dropout.default,
+    aten.rrelu_with_noise.default,
+    aten.rrelu_with_noise_.default,
+    aten.rrelu_with_noise_functional.default,
+}
+
+RANDOM_OPS = {*FILLS, *INTEGER_FILLS, *LIKE, *SEEDED}
+
+
+def draw_key() -> int:
+    """A 62-bit key from the client's default generator."""
+    return int(torch.empty((), dtype=torch.int64).random_(0, 1 << 62))
+
+
+def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The dispatch handler of every random op."""
+    target = args[0] if isinstance(args[0], torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))
+    if not any(type(t) is Tensor and t._spec is not None for t in _tensors(args, kwargs)):
+        return host.run(info, args, kwargs)
+    mesh = next(t._spec.mesh for t in _tensors(args, kwargs) if type(t) is Tensor and t._spec is not None)
+    args, kwargs = host.place(info, args, kwargs, mesh)
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(f"{info.name}: expected a CPU generator, got one of {generator.device}")
+    if generator is not None or runtime.controller().config.random == "torch":
+        return on_client(info, args, kwargs)
+    if info.op in SEEDED:
+        return seeded(info, args, kwargs)
+    if info.op in LIKE:
+        fill, names = LIKE[info.op]
+        spec = target._spec
+        dtype = kwargs.get("dtype") or spec.dtype
+        values = {a.name: info.value_of(a, args, kwargs) for a in info.arguments}
+        bounds = [values.get(name, 0) for name in names]
+        fresh = Spec.of(mesh, settled(spec), spec.shape, _like_stride(spec, kwargs), dtype)
+        return generate(fill, bounds, fresh)
+    names = INTEGER_FILLS.get(info.op) or [n for n, _ in FILLS[info.op][1]]
+    values = {a.name: info.value_of(a, args, kwargs) for a in info.arguments}
+    spec = target._spec
+    _check(info.op, values, spec.dtype)
+    source = generate(info.op, [values.get(n) if n else None for n in names], spec.with_placements(settled(spec)))
+    aten.copy_.default(target, source)
+    return target
+
+
+def _check(op: Any, values: dict[str, Any], dtype: torch.dtype) -> None:
+    """torch's own errors for illegal parameters, from torch itself on an empty tensor."""
+    named = {k: v for k, v in values.items() if k not in ("self", "generator") and v is not None}
+    op(torch.empty(0, dtype=dtype), *named.values())
+
+
+def _like_stride(spec: Spec, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    plain = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    return torch.empty_like(plain, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
+
+
+def settled(spec: Spec) -> PlacementList:
+    """The placements values are made under: a pending sum has none of its own."""
+    return PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
+
+
+def generate(fill: Any, arguments: list[Any], spec: Spec, key: int | None = None) -> Tensor:
+    """A new tensor of ``spec`` filled as ``fill`` would with ``arguments``."""
+    from . import dispatch
+
+    if fill in INTEGER_FILLS:
+        name = "dtorch.random_integers"
+    else:
+        name, defaults = FILLS[fill]
+        arguments = [d if a is None else a for a, (_, d) in zip(arguments + [None] * len(defaults), defaults, strict=False)]
+    builder = Builder(spec.mesh, 0, 0)
+    numbers = [builder.operand(draw_key() if key is None else key), *[builder.operand(a) for a in arguments]]
+    return _make(builder, name, numbers, spec)
+
+
+def filled(spec: Spec, value: Any) -> Tensor:
+    """A new contiguous tensor of ``spec`` full of one number."""
+    builder = Builder(spec.mesh, 0, 0)
+    number: Any = Const("complex", repr(value)) if isinstance(value, complex) else builder.operand(value)
+    return _make(builder, "dtorch.full", [number], spec)
+
+
+def _make(builder: Builder, name: str, args: list[Any], spec: Spec) -> Tensor:
+    """Run a device function that makes one fresh contiguous tensor."""
+    from . import dispatch
+
+    out = builder.slot()
+    layout = builder.layout(spec.placements, tuple(spec.shape))
+    builder.body.append(Local(name, [*args, Const("dtype", dtype_name(spec.dtype))], {}, [out], [], [layout]))
+    controller = runtime.controller()
+    controller.mesh(spec.mesh)
+    with controller.lock:
+        program = controller.define(builder.program(name, [out]))
+        value = Value(next_value_id())
+        controller.history.note(controller.sequence + (1 if FREED else 0), name)
+        controller.issue([program, value.id, *builder.operands])
+    controller.pressure(spec.nbytes // len(spec.mesh.device_ids))
+    return dispatch.wrap(Spec.of(spec.mesh, spec.placements, spec.shape, None, spec.dtype), value)
+
+
+def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Draw as plain torch does, on whole tensors here, and place the result where the input is."""
+    fills = info.op in FILLS or info.op in INTEGER_FILLS
+    mesh, like = None, None
+    writes: list[tuple[Tensor, torch.Tensor]] = []
+
+    def fetch(value: Any) -> Any:
+        nonlocal mesh, like
+        if type(value) is Tensor:
+            spec = value._spec
+            mesh = spec.mesh
+            like = like or spec
+            plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            if not fills:
+                plain.copy_(value.to_torch())
+            if info.is_mutable:
+                writes.append((value, plain))
+            return plain
+        return value
+
+    result = info.op(*[fetch(a) for a in args], **{name: fetch(v) for name, v in kwargs.items() if name != "device"})
+    if info.returned_inputs:
+        for tensor, plain in writes[:1] if fills else writes:
+            aten.copy_.default(tensor, host.from_plain(plain, mesh, settled(tensor._spec)))
+        return args[0]
+
+    def place(value: Any) -> Any:
+        placements = settled(like) if tuple(value.shape) == tuple(like.shape) else None
+        return host.from_plain(value, mesh, placements)
+
+    return place(result) if isinstance(result, torch.Tensor) else tuple(place(r) for r in result)
+
+
+def seeded(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Every device runs the op on whole inputs with a generator seeded by one key, and keeps its part."""
+    key = draw_key()
+    generator = torch.Generator().manual_seed(key)
+    has_generator = "generator" in info.by_name
+    if has_generator:
+        return on_client(info, args, {**kwargs, "generator": generator})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key)
+        return on_client(info, args, kwargs)
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+

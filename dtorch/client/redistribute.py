@@ -1,0 +1,107 @@
+"""``dtorch::redistribute``, an op of its own, so that it has a gradient and a vmap rule and works inside ``torch.func``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..mesh import DeviceMesh
+from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard, normalize, shard
+from ..sharding.plan import Builder
+from ..sharding.spec import Spec, intern_mesh
+from .values import FREED, Value, next_value_id
+
+#: Targets by number: the op's schema can carry an int, but not a mesh.
+_TARGETS: list[tuple[DeviceMesh, PlacementList]] = []
+_NUMBERS: dict[tuple[DeviceMesh, PlacementList], int] = {}
+
+
+def target_number(mesh: DeviceMesh, placements: PlacementList) -> int:
+    key = (mesh, placements)
+    found = _NUMBERS.get(key)
+    if found is None:
+        found = _NUMBERS[key] = len(_TARGETS)
+        _TARGETS.append(key)
+    return found
+
+
+@torch.library.custom_op("dtorch::redistribute", mutates_args=())
+def redistribute_op(x: torch.Tensor, target: int) -> torch.Tensor:
+    raise TypeError("redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch or dtorch.distribute_tensor")
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _ = inputs
+    ctx.back = None
+    spec = getattr(x, "_spec", None)
+    if spec is not None:
+        # The gradient of a pending sum is the same for every addend.
+        placements = PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
+        ctx.back = target_number(spec.mesh, placements)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return (grad if ctx.back is None else apply(grad, ctx.back)), None
+
+
+redistribute_op.register_autograd(_backward, setup_context=_setup)
+
+
+@redistribute_op.register_vmap
+def _vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, target: int) -> tuple[torch.Tensor, int]:
+    mesh, placements = _TARGETS[target]
+    x = x.movedim(in_dims[0], 0)
+    moved = PlacementList(shard(p.dim + 1) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+    return apply(x, target_number(mesh, moved)), 0
+
+
+def apply(x: torch.Tensor, target: int) -> torch.Tensor:
+    """``x`` at a numbered target; ``x`` itself if it is there."""
+    spec = getattr(x, "_spec", None)
+    if spec is not None:
+        mesh, placements = _TARGETS[target]
+        if spec.mesh is intern_mesh(mesh) and spec.placements == placements:
+            return x
+    return torch.ops.dtorch.redistribute.default(x, target)
+
+
+def redistribute(x: Any, mesh: DeviceMesh, placements: list[Placement] | tuple[Placement, ...]) -> Any:
+    """``x`` on ``mesh`` with ``placements``; differentiable."""
+    return apply(x, target_number(intern_mesh(mesh), normalize(placements, mesh.ndim, x.ndim)))
+
+
+def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The dispatch handler of the op."""
+    from . import aliasing, dispatch, host, runtime
+
+    x, target = args
+    mesh, placements = _TARGETS[target]
+    if type(x) is not dispatch.Tensor:
+        raise TypeError("redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch")
+    if x._spec is None:
+        return host.from_plain(x._host.plain, mesh, placements) if x._host.root.joined is None else _joined(x, target)
+    spec = x._spec
+    goal = Spec.of(mesh, placements, spec.shape, spec.stride, spec.dtype)
+    controller = runtime.controller()
+    controller.mesh(spec.mesh)
+    controller.mesh(goal.mesh)
+    builder = Builder(spec.mesh, 1, 0)
+    out = builder.reshard(0, spec, goal)
+    program = builder.program("redistribute", [out])
+    with controller.lock:
+        if x._value.copy is not None:
+            aliasing.refresh(controller, x._value)
+        value = Value(next_value_id())
+        number = controller.define(program)
+        controller.history.note(controller.sequence + (1 if FREED else 0), "redistribute")
+        controller.issue([number, x._value.id, value.id, *builder.operands])
+    controller.pressure(goal.nbytes // len(mesh.device_ids))
+    return dispatch.wrap(goal, value)
+
+
+def _joined(x: Any, target: int) -> Any:
+    from . import host
+
+    host.commit(x, x._host.root.joined._spec.mesh)
+    return apply(x, target)

@@ -1,0 +1,164 @@
+"""The one cluster of this process, and the settings around it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import config as _config
+from ..errors import DTorchError
+from ..mesh import DeviceMesh
+from .controller import Controller
+
+_lock = threading.RLock()
+_controller: Controller | None = None
+_shut_down = False
+_default_mesh: DeviceMesh | None = None
+#: Called when a cluster ends, to drop what was planned for it.
+on_close: list[Any] = []
+
+
+def controller() -> Controller:
+    """The running cluster; starts one with the default settings if none was started yet.
+
+    Raises:
+        DTorchError: after `shutdown`, until `init` is called.
+        WorkerLost: the cluster has lost a worker.
+    """
+    found = _controller
+    if found is None:
+        with _lock:
+            if _controller is None:
+                if _shut_down:
+                    raise DTorchError("dtorch was shut down; call dtorch.init() to start a new cluster")
+                _start(_config.from_environment())
+            found = _controller
+    assert found is not None
+    return found
+
+
+def init(
+    engine: str | None = None,
+    *,
+    devices: int | None = None,
+    threads_per_worker: int | None = None,
+    worker_imports: Sequence[str] | None = None,
+    sync: bool | None = None,
+    random: str | None = None,
+) -> None:
+    """Start the cluster with settings of your own. Optional: the first tensor starts what it needs.
+
+    Each setting may also come from the environment, as ``DTORCH_ENGINE`` and so on.
+
+    Args:
+        engine: ``"processes"`` (real workers, the default) or ``"simulate"`` (any number of virtual devices in this process).
+        devices: the most worker processes to start (64).
+        threads_per_worker: torch threads of each worker (1).
+        worker_imports: modules that workers import, for custom ops registered with ``torch.library``.
+        sync: wait after every op, so that an error is raised at the line that caused it.
+        random: ``"torch"`` makes every random op bit-equal to single-device torch after the same seed, at the cost of
+            generating whole tensors on the client; ``"counter"`` (default) gives the same values on every mesh.
+
+    Raises:
+        DTorchError: a cluster runs already.
+        TypeError, ValueError: a setting that is not legal.
+    """
+    settings = _config.from_environment(
+        engine=engine,
+        devices=devices,
+        threads_per_worker=threads_per_worker,
+        worker_imports=worker_imports,
+        sync=sync,
+        random=random,
+    )
+    with _lock:
+        if _controller is not None and _controller.pid == os.getpid():
+            raise DTorchError("dtorch is running already; call dtorch.shutdown() before dtorch.init()")
+        _start(settings)
+
+
+def _start(settings: _config.Config) -> None:
+    global _controller, _shut_down
+    _controller = Controller(settings)
+    _shut_down = False
+
+
+def shutdown() -> None:
+    """End the cluster and every worker. Tensors made on it are gone; `init` starts a new one. May be called twice."""
+    global _controller, _shut_down
+    with _lock:
+        found, _controller = _controller, None
+        _shut_down = True
+        if found is not None:
+            found.close()
+        for callback in on_close:
+            callback()
+
+
+def is_initialized() -> bool:
+    """Whether a cluster is running."""
+    return _controller is not None and _controller.lost is None
+
+
+def synchronize() -> None:
+    """Wait until everything issued so far has run.
+
+    Raises:
+        RemoteError: the first failure that no read has reported yet.
+        WorkerLost: a worker died.
+    """
+    if _controller is not None:
+        controller().synchronize()
+
+
+def devices() -> list[torch.device]:
+    """The devices in use so far."""
+    found = [] if _controller is None else sorted(_controller.devices)
+    return [torch.device(kind, index) for kind, index in found]
+
+
+def get_default_mesh() -> DeviceMesh:
+    """The mesh of tensors that name none: the one of `default_mesh`, else one CPU device."""
+    return _default_mesh if _default_mesh is not None else DeviceMesh("cpu", [0])
+
+
+def chosen_mesh() -> DeviceMesh | None:
+    """The mesh of `default_mesh`, if one is in force."""
+    return _default_mesh
+
+
+def set_default_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Set the default mesh; the one before."""
+    global _default_mesh
+    before, _default_mesh = _default_mesh, mesh
+    return before
+
+
+def current() -> Controller | None:
+    return _controller
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End the workers; a failure that nobody has seen is printed and makes the exit status 1."""
+    found = _controller
+    if found is None or found.pid != os.getpid():
+        return
+    error: BaseException | None = None
+    try:
+        if found.lost is None:
+            found.synchronize()
+    except BaseException as exc:  # noqa: BLE001 - reported below, whatever it is
+        error = exc
+    shutdown()
+    if error is not None:
+        print(f"dtorch: an operation failed and nothing read its result:\n{error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,232 @@
+"""Ops the client runs in a way of its own: an entry each, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import DeviceUnavailable
+from ..tensor import Tensor
+from . import host, random_ops, redistribute, torch_internals
+
+aten = torch.ops.aten
+
+Handler = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def handler_for(info: Any) -> Handler | None:
+    """The client's own way of running an op; None for the common way."""
+    found = HANDLERS.get(info.op)
+    if found is not None:
+        return found
+    if info.op in random_ops.RANDOM_OPS:
+        return random_ops.run
+    if info.outs:
+        return run_out
+    if info.op in IN_PLACE_VIEWS:
+        return run_in_place_view
+    if info.is_composite:  # under inference_mode composites arrive whole
+        return decompose
+    if "device" in info.by_name:
+        return run_with_device
+    if info.written:
+        return run_written
+    return None
+
+
+def decompose(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return info.op.decompose(*args, **kwargs)
+
+
+def run_with_device(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Factories of the ``*_like`` and ``new_*`` kinds, and casts: the result stays on the source's mesh."""
+    from .dispatch import call
+
+    device = kwargs.get("device")
+    if device is not None:
+        device = torch.device(device)
+        if device.type == "meta":
+            return _on_meta(info, args, kwargs)
+        if device.type not in ("cpu", torch_internals.BACKEND):
+            raise DeviceUnavailable(
+                f"{info.name}: cannot move a dtorch tensor to {str(device)!r}; "
+                f"use x.redistribute(device_mesh=dtorch.DeviceMesh({device.type!r}, ...))"
+            )
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise TypeError(f"{info.name}: dtorch supports dense tensors only, got layout={kwargs['layout']}")
+    dropped = ("device", "pin_memory", "layout", "non_blocking")
+    return call(info, args, {name: value for name, value in kwargs.items() if name not in dropped})
+
+
+def _on_meta(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return [convert(item) for item in value]
+        return value
+
+    return info.op(*[convert(a) for a in args], **{name: convert(v) for name, v in kwargs.items()})
+
+
+def run_written(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An in-place op: ``plain.copy_(x)`` and ``plain[...] = x`` wait and fill; other plain destinations are errors (in `place`)."""
+    target = args[0] if args else None
+    if isinstance(target, torch.Tensor) and type(target) is not Tensor and info.op in FILLS_PLAIN:
+
+        def fetch(value: Any) -> Any:
+            if type(value) is Tensor:
+                return value.to_torch()
+            return [fetch(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        return info.op(target, *[fetch(a) for a in args[1:]], **{name: fetch(v) for name, v in kwargs.items()})
+    return NotImplemented
+
+
+FILLS_PLAIN = {aten.copy_.default, aten.index_put_.default, aten._index_put_impl_.default, aten.masked_fill_.Tensor}
+
+
+def same_handle(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``detach``, ``alias``: a new handle on the same value; nothing is sent."""
+    from .dispatch import wrap
+
+    x = args[0]
+    if type(x) is not Tensor:
+        return x
+    if x._spec is None:
+        return host.make(x._host.plain.detach(), x._host.root)
+    return wrap(x._spec, x._value)
+
+
+def item(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].to_torch().item()
+
+
+def equal(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Compared on the workers; only the answer comes back."""
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    if not a.numel():
+        return True
+    return bool(torch.ops.aten.eq.Tensor(a, b).all())
+
+
+def is_same_size(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
+
+
+def is_pinned(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+def refuse_resize(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, size = args[0], args[1] if len(args) > 1 else kwargs.get("size")
+    if tuple(size.shape if isinstance(size, torch.Tensor) else size) == tuple(x.shape):
+        return x
+    raise RuntimeError(
+        f"{info.name}: a dtorch tensor cannot be resized in place, its memory is spread over {x.device_mesh}; make a new one, e.g. torch.empty_like or x.reshape"
+    )
+
+
+def set_source(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    rebind(target, source)
+    return target
+
+
+def rebind(target: Tensor, source: Tensor) -> None:
+    """Make ``target`` a handle on what ``source`` is: value, spec and torch's own metadata together."""
+    if type(source) is not Tensor:
+        raise TypeError(f"expected a dtorch tensor, got {type(source).__name__}; place it with dtorch.from_torch")
+    torch_internals.set_data(target, same_handle(None, (source,), {}))
+    target._spec, target._value, target._host = source._spec, source._value, source._host
+    if target._leaf is not None:
+        target._leaf.spec = target._spec
+
+
+#: In-place views change the handle, not the value: the view they are of.
+IN_PLACE_VIEWS = {
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.swapaxes_.default: aten.swapaxes.default,
+    aten.swapdims_.default: aten.swapdims.default,
+}
+
+
+def run_in_place_view(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    view = IN_PLACE_VIEWS[info.op](*args, **kwargs)
+    rebind(args[0], view)
+    return args[0]
+
+
+def run_out(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``out=``: computed as without, then copied in, which keeps the destination's placements."""
+    names = [a.name for a in info.outs]
+    outs = {name: kwargs[name] for name in names if name in kwargs}
+    rest = {name: value for name, value in kwargs.items() if name not in outs}
+    functional = _functional(info)
+    for name, out in outs.items():
+        if isinstance(out, torch.Tensor) and type(out) is not Tensor:
+            raise TypeError(
+                f"{info.name}: {name}= is a plain torch.Tensor but the inputs are dtorch tensors; make it with dtorch.from_torch(t, device_mesh=..., placements=...)"
+            )
+    result = functional(*args, **rest)
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    flat = [t for out in outs.values() for t in (out if isinstance(out, (list, tuple)) else [out])]
+    for out, value in zip(flat, results, strict=True):
+        _store(info, out, value)
+    values = list(outs.values())
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _store(info: Any, out: Tensor, value: Any) -> None:
+    if not torch.can_cast(value.dtype, out.dtype):
+        raise RuntimeError(f"result type {_scalar_name(value.dtype)} can't be cast to the desired output type {_scalar_name(out.dtype)}")
+    if out.shape == value.shape:
+        aten.copy_.default(out, value)
+        return
+    value = value.to(out.dtype)
+    if out._spec is not None and value.device_mesh == out._spec.mesh and value.ndim == len(out._spec.shape):
+        value = value.redistribute(out._spec.mesh, out._spec.placements)
+    rebind(out, value)
+
+
+def _scalar_name(dtype: torch.dtype) -> str:
+    names = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}
+    names |= {torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.float16: "Half"}
+    names |= {torch.bfloat16: "BFloat16", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble"}
+    return names.get(dtype, str(dtype))
+
+
+def _functional(info: Any) -> Any:
+    """The overload that takes the same arguments without ``out=``."""
+    packet = info.op.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in info.op._schema.arguments if not a.is_out]
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted:
+            return overload
+    raise NotImplementedError(f"{info.name} has no form without out= that dtorch could run; call the op without out=")
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten.detach.default: same_handle,
+    aten.alias.default: same_handle,
+    aten.lift_fresh.default: same_handle,
+    aten._local_scalar_dense.default: item,
+    aten.equal.default: equal,
+    aten.is_same_size.default: is_same_size,
+    aten.is_pinned.default: is_pinned,
+    aten.resize_.default: refuse_resize,
+    aten.resize_as_.default: refuse_resize,
+    aten.set_.source_Tensor: set_source,
+    torch.ops.dtorch.redistribute.default: redistribute.run,
+}

@@ -1,0 +1,107 @@
+"""The private torch APIs dtorch relies on, all of them, for torch 2.13. `tests/client/test_torch_internals.py` fails when one changes.
+
+- ``Tensor._make_wrapper_subclass``, ``Tensor._make_subclass``: handles without and with memory of their own.
+- PrivateUse1 renamed to ``dtorch`` with Python kernels for ``empty``, ``empty_strided`` and ``_copy_from``: so that
+  ``torch.zeros(3, device=x.device)`` in library code makes a tensor of ours. torch writes into it with our dispatch excluded, so it
+  must have real memory.
+- the ``foreach`` optimizers' list of types.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+BACKEND = "dtorch"
+
+CPU = torch.device("cpu")
+
+make_wrapper = torch.Tensor._make_wrapper_subclass
+make_subclass = torch.Tensor._make_subclass
+
+_library: torch.library.Library | None = None
+
+
+def device(mesh_index: int) -> torch.device:
+    """What ``x.device`` says for a tensor on the mesh of this index; ``cpu`` if another backend owns PrivateUse1."""
+    return torch.device(BACKEND, mesh_index) if _library is not None else CPU
+
+
+def is_our_device(found: Any) -> bool:
+    return _library is not None and torch.device(found).type == BACKEND
+
+
+def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Callable[[int], None]) -> None:
+    """Make ``dtorch`` a device type whose factories return ``make_host(plain tensor)``."""
+    global _library
+    if _library is not None:
+        return
+    current = torch._C._get_privateuse1_backend_name()
+    if current not in ("privateuseone", BACKEND):
+        warnings.warn(
+            f"PyTorch's extra device type is taken by {current!r}, so dtorch tensors say device='cpu': a factory given "
+            "device=x.device makes a plain tensor, which is copied to the mesh when it meets a dtorch tensor",
+            stacklevel=3,
+        )
+        return
+    torch.utils.rename_privateuse1_backend(BACKEND)
+    module: Any = types.ModuleType(f"torch.{BACKEND}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = seed
+    module.manual_seed = seed
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch._register_device_module(BACKEND, module)
+    sys.modules.setdefault(f"torch.{BACKEND}", module)
+
+    def empty(
+        size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None
+    ) -> torch.Tensor:
+        plain = torch.empty(size, dtype=dtype, device=CPU, memory_format=memory_format or torch.contiguous_format)
+        return make_host(plain)
+
+    def empty_strided(
+        size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    ) -> torch.Tensor:
+        return make_host(torch.empty_strided(size, stride, dtype=dtype, device=CPU))
+
+    def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return target.copy_(source)
+
+    _library = torch.library.Library("aten", "IMPL")
+    _library.impl("empty.memory_format", empty, "PrivateUse1")
+    _library.impl("empty_strided", empty_strided, "PrivateUse1")
+    _library.impl("_copy_from", copy_from, "PrivateUse1")
+
+
+def support_foreach(cls: type) -> None:
+    """Have optimizers with ``foreach=None`` take the foreach path for parameters of ``cls``, as they do for plain ones."""
+    from torch.utils._foreach_utils import _foreach_supported_types
+
+    if cls not in _foreach_supported_types:
+        _foreach_supported_types.append(cls)
+
+
+def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """torch's own ``tensor.data = source``: size, stride, dtype and version of the handle; not what it refers to."""
+    torch._C.TensorBase.data.__set__(tensor, source)
+
+
+def format_values(plain: torch.Tensor, indent: int) -> str:
+    """The values as torch prints them, without the ``tensor(`` around."""
+    return torch._tensor_str._tensor_str(plain, indent)
+
+
+def without_dispatch() -> Any:
+    """A context in which ops on our host-backed tensors run as on plain ones."""
+    return torch._C._DisableTorchDispatch()

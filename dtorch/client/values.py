@@ -1,0 +1,69 @@
+"""What a handle refers to: a value on the workers, and what else shares its memory.
+
+Views alias (law 6 of the architecture). A view that each device can take of its own part is a view there, and needs nothing here.
+A view that had to be taken of a redistributed copy is followed by a `Copy`: it is written back to its parent after every write
+through it, and taken anew before it is read if anything else was written. Views of such a view are views of the copy's memory, so
+refreshing the copy in place refreshes them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Any
+
+#: Ids of values whose last handle died. Appended by finalizers in any thread; the controller drains it.
+FREED: deque[int] = deque()
+
+#: Counts up over all clusters of this process, so that a value of an ended one is never mistaken for another.
+next_value_id = itertools.count(1).__next__
+
+
+class Root:
+    """The memory that a value and its aliases share; ``generation`` counts the instructions that wrote it."""
+
+    __slots__ = ("generation",)
+
+    def __init__(self) -> None:
+        self.generation = 0
+
+
+class Value:
+    """One tensor on the workers, named ``id``. Dies with its last handle, which queues a free.
+
+    ``copy`` is set if its memory is that of a `Copy`; ``keep`` then holds the value whose memory it views.
+    """
+
+    __slots__ = ("id", "root", "copy", "keep", "__weakref__")
+
+    def __init__(self, id: int, root: Root | None = None, copy: Copy | None = None, keep: Value | None = None) -> None:
+        self.id = id
+        self.root = Root() if root is None else root
+        self.copy = copy
+        self.keep = keep
+
+    def __del__(self, freed: Any = FREED.append) -> None:
+        freed(self.id)
+
+
+class Copy:
+    """The memory of a view that was taken of a redistributed copy of its parent.
+
+    ``id`` and ``spec`` are the view itself: output ``output`` of ``info.op(parent, *args, **kwargs)``. ``generation`` is the root's
+    when view and parent last agreed.
+    """
+
+    __slots__ = ("id", "spec", "parent", "parent_spec", "info", "args", "kwargs", "output", "generation")
+
+    def __init__(
+        self, id: int, spec: Any, parent: Value, parent_spec: Any, info: Any, args: Any, kwargs: Any, output: int
+    ) -> None:
+        self.id = id
+        self.spec = spec
+        self.parent = parent
+        self.parent_spec = parent_spec
+        self.info = info
+        self.args = args
+        self.kwargs = kwargs
+        self.output = output
+        self.generation = parent.root.generation

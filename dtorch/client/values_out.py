@@ -1,0 +1,97 @@
+"""Values on their way out of the workers: reads, copies, pickles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..future import TensorFuture
+from ..mesh import DeviceMesh
+from ..placement import REPLICATE, PlacementList, decode, encode, is_partial
+from ..tensor import Tensor
+from . import aliasing, host, runtime
+
+
+def fetch(tensor: Tensor) -> TensorFuture:
+    """A future of the whole tensor as a plain one."""
+    if tensor._spec is None and tensor._host.root.joined is not None:
+        host.commit(tensor, tensor._host.root.joined._spec.mesh)
+    if tensor._spec is None:
+        future = TensorFuture()
+        future._set(tensor._host.plain.detach().clone())
+        return future
+    controller = runtime.controller()
+    with torch.no_grad():
+        x = tensor.detach()
+        spec = x._spec
+        if spec.has_partial:
+            x = x.redistribute(spec.mesh, [REPLICATE if is_partial(p) else p for p in spec.placements])
+    with controller.lock:
+        aliasing.refresh(controller, x._value)
+        return controller.get(x._value, x._spec)
+
+
+def local_shards(tensor: Tensor) -> dict[torch.device, torch.Tensor]:
+    """What each device holds."""
+    if tensor._spec is None:
+        host.commit(tensor, tensor.device_mesh)
+    controller = runtime.controller()
+    with controller.lock:
+        aliasing.refresh(controller, tensor._value)
+    shards = controller.shards(tensor._value, tensor._spec)
+    return {torch.device(tensor._spec.mesh.device_type, i): t for i, t in shards.items()}
+
+
+def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy on the workers, with its gradient and Python attributes; as for ``torch.Tensor``, leaves only."""
+    from copy import deepcopy as copy_of
+
+    found = memo.get(id(tensor))
+    if found is not None:
+        return found
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+        )
+    with torch.no_grad():
+        copied = tensor.detach().clone()
+    if tensor.requires_grad:
+        copied.requires_grad_(True)
+    memo[id(tensor)] = copied
+    if tensor.grad is not None:
+        copied.grad = copy_of(tensor.grad, memo)
+    copied.__dict__.update({k: copy_of(v, memo) for k, v in attributes(tensor).items()})
+    return copied
+
+
+def attributes(tensor: Tensor) -> dict[str, Any]:
+    """The Python attributes that are the user's or torch's (``_is_param``), not ours."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in ("_host", "_leaf")}
+
+
+def reduce(tensor: Tensor) -> Any:
+    """Pickle: the whole values, the mesh and the placements; pending sums are completed."""
+    placements = PlacementList(REPLICATE if is_partial(p) else p for p in tensor.placements)
+    mesh = tensor.device_mesh
+    where = None
+    if tensor._spec is not None:
+        names = None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
+        where = (mesh.device_type, mesh.mesh.tolist(), names, encode(placements))
+    return rebuild, (tensor.detach().to_torch(), where, tensor.requires_grad, attributes(tensor))
+
+
+def rebuild(plain: torch.Tensor, where: Any, requires_grad: bool, named: dict[str, Any]) -> Tensor:
+    """The tensor that `reduce` described, on the mesh it was on."""
+    if where is None:
+        tensor = host.make(plain)
+    else:
+        kind, grid, names, placements = where
+        tensor = host.from_plain(plain, DeviceMesh(kind, grid, names), decode(placements))
+    if requires_grad:
+        tensor.requires_grad_(True)
+    tensor.__dict__.update(named)
+    return tensor
+
+
+torch.serialization.add_safe_globals([rebuild])

@@ -1,0 +1,69 @@
+"""Settings of a cluster: from `init`, else from ``DTORCH_…`` environment variables, else the defaults here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+ENGINES = ("processes", "simulate")
+RANDOM = ("counter", "torch")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """What `init` takes. See `dtorch.init` for the meaning of each."""
+
+    engine: str = "processes"
+    devices: int = 64
+    threads_per_worker: int = 1
+    worker_imports: tuple[str, ...] = ()
+    sync: bool = False
+    random: str = "counter"
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ValueError(f"init(): engine must be one of {', '.join(map(repr, ENGINES))}, got {self.engine!r}")
+        for name in ("devices", "threads_per_worker"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"init(): {name} must be an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"init(): {name} must be at least 1, got {value}")
+        if not isinstance(self.worker_imports, tuple) or not all(isinstance(m, str) for m in self.worker_imports):
+            raise TypeError(f"init(): worker_imports must be a list of module names, got {self.worker_imports!r}")
+        if not isinstance(self.sync, bool):
+            raise TypeError(f"init(): sync must be a bool, got {self.sync!r}")
+        if self.random not in RANDOM:
+            raise ValueError(f"init(): random must be one of {', '.join(map(repr, RANDOM))}, got {self.random!r}")
+
+
+def from_environment(**given: Any) -> Config:
+    """A `Config` of the arguments given (None: not given), the environment, and the defaults."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        value = given.get(field.name)
+        if value is None:
+            text = os.environ.get(f"DTORCH_{field.name.upper()}")
+            if text is None:
+                continue
+            value = _parse(field.name, field.type, text)
+        elif field.name == "worker_imports":
+            value = (value,) if isinstance(value, str) else tuple(value)
+        values[field.name] = value
+    return Config(**values)
+
+
+def _parse(name: str, kind: Any, text: str) -> Any:
+    if kind == "int":
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"DTORCH_{name.upper()} must be an integer, got {text!r}") from None
+    if kind == "bool":
+        if text.lower() not in ("0", "1", "true", "false", ""):
+            raise ValueError(f"DTORCH_{name.upper()} must be 0 or 1, got {text!r}")
+        return text.lower() in ("1", "true")
+    if name == "worker_imports":
+        return tuple(part for part in text.split(",") if part)
+    return text

@@ -1,0 +1,156 @@
+"""What an op's schema says, read once: which arguments are numbers or sizes, what is written, what aliases what."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .strategy import TensorArg
+
+aten = torch.ops.aten
+
+#: Ops that write inputs without their schema saying so: the names of those inputs, and the flag that switches it on.
+HIDDEN_WRITES: dict[Any, tuple[tuple[str, ...], str]] = {
+    aten.native_batch_norm.default: (("running_mean", "running_var"), "training"),
+    aten.cudnn_batch_norm.default: (("running_mean", "running_var"), "training"),
+    aten.miopen_batch_norm.default: (("running_mean", "running_var"), "training"),
+}
+
+#: A tensor argument may be given a number (``x + 1``), which is then an operand like any other.
+_NUMBER_KINDS = ("NumberType", "FloatType", "TensorType")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """One schema argument. ``is_number``: its value is an operand, only its Python type matters to planning.
+    ``is_size``: an operand too, but planning depends on it."""
+
+    name: str
+    position: int
+    is_number: bool
+    is_size: bool
+    is_write: bool
+    kwarg_only: bool
+    alias_set: frozenset[str]
+
+
+class OpInfo:
+    """The schema of one op as planning and dispatch need it."""
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        schema = op._schema
+        self.op = op
+        self.name = f"{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
+        self.arguments = tuple(_argument(i, a) for i, a in enumerate(schema.arguments))
+        self.by_name = {a.name: a for a in self.arguments}
+        self.written = tuple(a for a in self.arguments if a.is_write)
+        self.outs = tuple(a for a, x in zip(self.arguments, schema.arguments, strict=True) if x.is_out)
+        self.is_mutable = bool(self.written)
+        self.hidden = HIDDEN_WRITES.get(op)
+        self.positions_of_numbers = tuple(a.is_number for a in self.arguments)
+        returns = schema.returns
+        lists = [_is_list(r.type) for r in returns]
+        self.structure = "none" if not returns else "tuple" if len(returns) > 1 else "list" if lists[0] else "tensor"
+        self.has_list_output = any(lists)
+        self.return_aliases = tuple(_alias(r, self.arguments) for r in returns)
+        #: Outputs that are the written input itself, as an in-place op returns it: output index -> argument.
+        self.returned = {
+            i: alias for i, alias in enumerate(self.return_aliases) if alias is not None and alias.is_write
+        }
+        self.returned_inputs = frozenset(self.returned)
+        self.is_view = any(alias is not None for i, alias in enumerate(self.return_aliases) if i not in self.returned)
+        self.is_composite = (
+            torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+            and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
+        )
+
+    def count_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """How many numbers a call passes as operands."""
+        total = 0
+        for i, value in enumerate(args):
+            if self.arguments[i].is_number:
+                total += _count(value)
+        for name, value in kwargs.items():
+            if self.by_name[name].is_number:
+                total += _count(value)
+        return total
+
+    def value_of(self, argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call passes for ``argument``; None if it leaves it out."""
+        if not argument.kwarg_only and argument.position < len(args):
+            return args[argument.position]
+        return kwargs.get(argument.name)
+
+    def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """The indices of the tensors a call writes, in order."""
+        written: list[int] = []
+        for argument in self.written:
+            written += _indices(self.value_of(argument, args, kwargs))
+        if self.hidden is not None:
+            names, flag = self.hidden
+            if self.value_of(self.by_name[flag], args, kwargs):
+                for name in names:
+                    written += _indices(self.value_of(self.by_name[name], args, kwargs))
+        return tuple(written)
+
+    def alias_of(self, output: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The index of the tensor that an output is a view of, or that it is (in-place); None if it is fresh."""
+        alias = self.return_aliases[0 if self.structure == "list" else output] if self.return_aliases else None
+        if alias is None:
+            return None
+        indices = _indices(self.value_of(alias, args, kwargs))
+        return indices[0] if indices else None
+
+
+def _argument(position: int, argument: Any) -> Argument:
+    kind = _kind(argument.real_type)
+    alias = argument.alias_info
+    return Argument(
+        argument.name,
+        position,
+        kind in _NUMBER_KINDS,
+        kind == "SymIntType",
+        alias is not None and alias.is_write,
+        argument.kwarg_only,
+        frozenset() if alias is None else frozenset(alias.before_set | alias.after_set),
+    )
+
+
+def _kind(kind: Any) -> str:
+    """The schema type inside optionals and lists."""
+    while isinstance(kind, (torch.OptionalType, torch.ListType)):
+        kind = kind.getElementType()
+    return kind.kind()
+
+
+def _returned_aliases(returned: Any) -> frozenset[str]:
+    """The alias sets of one return; a list of views (``split``) has "*", as its argument has."""
+    if returned.alias_info is None:
+        return frozenset()
+    sets = frozenset(returned.alias_info.before_set | returned.alias_info.after_set)
+    return sets or frozenset("*")
+
+
+def _alias(returned: Any, arguments: tuple[Argument, ...]) -> Argument | None:
+    sets = _returned_aliases(returned)
+    return next((a for a in arguments if a.alias_set & sets), None)
+
+
+def _is_list(kind: Any) -> bool:
+    return isinstance(kind, torch.ListType)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(_count(item) for item in value)
+    return 0 if value is None or type(value) is complex or isinstance(value, TensorArg) else 1
+
+
+def _indices(value: Any) -> list[int]:
+    if isinstance(value, TensorArg):
+        return [value.index]
+    if isinstance(value, (list, tuple)):
+        return [index for item in value for index in _indices(item)]
+    return []

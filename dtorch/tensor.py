@@ -1,0 +1,290 @@
+"""Tensor: a ``torch.Tensor`` whose values live on the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .future import TensorFuture
+from .mesh import DeviceMesh
+from .placement import REPLICATE, Placement, PlacementList, is_shard, normalize
+
+PLACEMENT_MODES = ("raise_error", "replicate", "keep")
+
+
+class Tensor(torch.Tensor):
+    """A tensor on a `DeviceMesh`: what ``torch.Tensor`` does, for values that live on the workers.
+
+    Args:
+        data: values for `tensor`, or a plain tensor.
+        device_mesh: the mesh; the default mesh if only ``placements`` are given.
+        placements: one placement per mesh axis; replicated if only a mesh is given.
+
+    Example::
+
+        >>> mesh = DeviceMesh("cpu", [0, 1])
+        >>> x = Tensor([[1.0, 2.0], [3.0, 4.0]], device_mesh=mesh, placements=[Shard(0)])
+        >>> (x @ x).sum().item()
+        54.0
+    """
+
+    __slots__ = ("_spec", "_value")
+
+    #: What planning sees; None while uncommitted.
+    _spec: Any
+    #: The value on the workers; None while uncommitted.
+    _value: Any
+    #: The client memory of an uncommitted tensor, else None.
+    _host: Any = None
+    #: The gradient hook of a leaf, else None.
+    _leaf: Any = None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: Any = (),
+        *,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        from . import creation
+
+        if dtype is None and not isinstance(data, torch.Tensor):
+            dtype = torch.get_default_dtype()
+        return creation.tensor(
+            data, dtype=dtype, device_mesh=device_mesh, placements=placements, requires_grad=requires_grad
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    # -- where it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh the tensor lives on; for an uncommitted one the default mesh, which it would join if it were printed."""
+        from .client import runtime
+
+        return runtime.get_default_mesh() if self._spec is None else self._spec.mesh
+
+    @property
+    def placements(self) -> PlacementList:
+        """One placement per mesh axis: a tuple that also equals the same list."""
+        if self._spec is None:
+            return PlacementList((REPLICATE,) * self.device_mesh.ndim)
+        return self._spec.placements
+
+    @property
+    def is_dtensor(self) -> bool:
+        """True: this is a distributed tensor."""
+        return True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """``device(type='dtorch')``: a factory given it makes a tensor that joins the mesh of what it meets."""
+        from .client import torch_internals
+
+        return torch_internals.device(0)
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu"
+
+    def get_device(self) -> int:
+        return -1 if self.device.type == "cpu" else 0
+
+    def check_placement(self, axis: int | str, placement: Placement) -> bool:
+        """Whether the tensor has ``placement`` along a mesh axis, given by index or name."""
+        if not isinstance(placement, Placement):
+            raise TypeError(f"check_placement(): argument 'placement' must be Shard, Replicate or Partial, got {placement!r}")
+        index = self.device_mesh._axis(axis)
+        if is_shard(placement) and placement.dim < 0:  # type: ignore[attr-defined]
+            placement = normalize([placement], 1, self.ndim)[0]
+        return self.placements[index] == placement
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> Tensor:
+        """The tensor on another mesh or with other placements; differentiable.
+
+        Args:
+            device_mesh: the target mesh; this tensor's own if left out.
+            placements: one per axis of the target mesh; if left out, this tensor's own where the two meshes have as many axes.
+        """
+        from .client import redistribute
+
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"redistribute(): argument 'device_mesh' must be a DeviceMesh, got {type(mesh).__name__}")
+        if placements is None:
+            if mesh.ndim != self.device_mesh.ndim:
+                raise ValueError(
+                    f"redistribute(): placements are needed to go from {self.device_mesh} to {mesh}, which has another number of axes"
+                )
+            placements = self.placements
+        return redistribute.redistribute(self, mesh, placements)  # type: ignore[arg-type]
+
+    def redistribute_like(self, other: Tensor) -> Tensor:
+        """The tensor with the mesh and placements of ``other``."""
+        if not isinstance(other, Tensor):
+            raise TypeError(f"redistribute_like(): expected a dtorch tensor, got {type(other).__name__}")
+        return self.redistribute(other.device_mesh, other.placements)
+
+    def redistribute_by_dict(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements_dict: Mapping[str, Placement] | None = None,
+        *,
+        default_placement_mode: str = "raise_error",
+    ) -> Tensor:
+        """Redistribute by axis name.
+
+        Args:
+            placements_dict: axis name → placement. Names that the mesh lacks are ignored; a Shard of a dim of size 1 becomes Replicate.
+            default_placement_mode: for axes not named: ``"raise_error"``, ``"replicate"`` or ``"keep"``.
+        """
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        if default_placement_mode not in PLACEMENT_MODES:
+            raise ValueError(
+                f"redistribute_by_dict(): default_placement_mode must be one of {PLACEMENT_MODES}, got {default_placement_mode!r}"
+            )
+        if mesh.mesh_dim_names is None:
+            raise ValueError(f"redistribute_by_dict(): {mesh} has no axis names")
+        wanted = dict(placements_dict or {})
+        placements: list[Placement] = []
+        for axis, name in enumerate(mesh.mesh_dim_names):
+            if name in wanted:
+                placement = wanted[name]
+                if isinstance(placement, Placement) and is_shard(placement):
+                    dim = placement.dim  # type: ignore[attr-defined]
+                    if -self.ndim <= dim < self.ndim and self.shape[dim] == 1:
+                        placement = REPLICATE
+                placements.append(placement)
+            elif default_placement_mode == "replicate":
+                placements.append(REPLICATE)
+            elif default_placement_mode == "keep":
+                own = self.device_mesh.dim_name_index(name, axis if mesh == self.device_mesh else None)
+                placements.append(REPLICATE if own is None else self.placements[own])
+            else:
+                raise ValueError(
+                    f"redistribute_by_dict(): no placement for axis {name!r}; name it, or give default_placement_mode='replicate' or 'keep'"
+                )
+        return self.redistribute(mesh, placements)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def to_torch(self) -> torch.Tensor:
+        """The whole tensor as a plain CPU ``torch.Tensor`` of its own memory; waits for it.
+
+        Raises:
+            RemoteError: an op that the value depends on failed.
+            WorkerLost: a worker died.
+        """
+        return self.to_torch_async().get()
+
+    full_tensor = to_torch
+
+    def to_torch_async(self) -> TensorFuture:
+        """A future of what `to_torch` would return, as of this point in the program."""
+        from .client import values_out
+
+        return values_out.fetch(self)
+
+    def local_shards(self) -> dict[torch.device, torch.Tensor]:
+        """What each device holds, as plain tensors; waits."""
+        from .client import values_out
+
+        return values_out.local_shards(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a numpy array of its own memory; waits."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.detach().to_torch().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values as nested lists; waits."""
+        return self.detach().to_torch().tolist()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise TypeError("a dtorch tensor has no memory of its own to share through dlpack: use x.to_torch()")
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("a dtorch tensor has no memory in this process: use x.to_torch() or x.local_shards()")
+
+    # -- torch habits -------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same values without autograd; assigning makes this a handle on another tensor's values."""
+        return self.detach()
+
+    @data.setter
+    def data(self, source: Tensor) -> None:
+        from .client import special
+
+        special.rebind(self, source)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        super().requires_grad_(requires_grad)
+        if requires_grad:
+            from .client import leaves
+
+            leaves.watch(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:  # type: ignore[override]
+        """The tensor on a mesh of cpu devices: itself, if it is on one."""
+        return self.to("cpu", memory_format=memory_format)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Without ``dtype`` the name of the plain CPU tensor type; with it, the tensor cast."""
+        return super().type() if dtype is None else super().type(dtype, non_blocking, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        from .client import display
+
+        return display.text(self)
+
+    def __format__(self, spec: str) -> str:
+        if self.ndim == 0 and spec:
+            return self.item().__format__(spec)
+        return object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        from .client import values_out
+
+        return values_out.deepcopy(self, memo)
+
+    def __copy__(self) -> Tensor:
+        from .client import values_out
+
+        copied = self.detach().requires_grad_(self.requires_grad)
+        copied.__dict__.update(values_out.attributes(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from .client import values_out
+
+        return values_out.reduce(self)
+
+
+_requires_grad = torch._C.TensorBase.requires_grad
