@@ -83,7 +83,7 @@ class Local(msgspec.Struct, frozen=True, tag="local"):
 class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
     """Bring a tensor to other placements, maybe on another mesh. The one instruction that communicates.
 
-    The result is never an alias of the source.
+    The result is never an alias of the source. ``order``: its dims from the largest stride to the smallest; None: contiguous.
     """
 
     source: int
@@ -94,6 +94,7 @@ class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
     target_placements: Codes
     shape: Operand
     dtype: str
+    order: list[int] | None = None
 
 
 Instruction = Union[Op, Local, Reshard]

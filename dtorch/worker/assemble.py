@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..sharding.layout import Box
 from ..sharding.transfer import Piece, Transfer
 
 #: Sums and products of these are carried in float32 and rounded once.
@@ -43,7 +44,7 @@ def _addend(
 ) -> torch.Tensor:
     """A term that is only read: uncopied where one box of one device is all of it."""
     if len(term) == 1 and not transfer.zeros:
-        return _cut(read(term[0].device), term[0].source)
+        return cut(read(term[0].device), term[0].source)
     return _put_together(transfer, term, read, device)
 
 
@@ -53,11 +54,12 @@ def _put_together(
     make = torch.zeros if transfer.zeros else torch.empty
     result = make(transfer.shape, dtype=transfer.dtype, device=device)
     for piece in term:
-        _cut(result, piece.target).copy_(_cut(read(piece.device), piece.source))
+        cut(result, piece.target).copy_(cut(read(piece.device), piece.source))
     return result
 
 
-def _cut(tensor: torch.Tensor, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``tensor`` that is ``box``."""
     for dim, (start, stop) in enumerate(box):
         if stop - start != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)

@@ -12,10 +12,15 @@ from ..placement import Placement
 from ..sharding.layout import Box, box_shape, local_box
 
 DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+#: The positional arguments that a function writes in place (none, for most).
+WRITES: dict[str, tuple[int, ...]] = {}
 
 
-def device_function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def device_function(name: str, writes: tuple[int, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register ``function(here, *args, **kwargs)`` as the meaning of ``Local(name)``; it returns a tensor or a tuple of them.
+
+    Args:
+        writes: the positions in ``args`` of tensors that it writes in place.
 
     Example::
 
@@ -28,6 +33,7 @@ def device_function(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
         if name in DEVICE_FUNCTIONS:
             raise ValueError(f"device function {name!r} is registered already")
         DEVICE_FUNCTIONS[name] = function
+        WRITES[name] = writes
         return function
 
     return register
