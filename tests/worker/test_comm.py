@@ -1,0 +1,248 @@
+"""Transfers through shared memory, between real processes, against plain torch."""
+
+from __future__ import annotations
+
+import os
+import select
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dtorch.mesh import DeviceMesh
+from dtorch.placement import PARTIAL, PlacementList, partial, shard
+from dtorch.placement import REPLICATE as R
+from dtorch.sharding.layout import local_box
+from dtorch.sharding.transfer import steps
+from dtorch.worker.comm.arena import Arena, Region, create_segment
+from dtorch.worker.comm.control import CREDIT, Control
+from dtorch.worker.comm.shared import SharedMemory
+from dtorch.worker.poison import Poison
+
+SECONDS = 60
+DEVICES = 4
+
+
+def run_forked(devices: list[int], work: Callable[[int, SharedMemory], None]) -> None:
+    """Run ``work(device, communicator)`` in a process per device; fail with what failed there."""
+    fd = create_segment(DEVICES)
+    read, write = os.pipe()
+    pids = {}
+    for device in devices:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                torch.set_num_threads(1)
+                work(device, SharedMemory(fd, Control(fd, DEVICES), device))
+                status = 0
+            except BaseException:
+                os.write(write, traceback.format_exc().encode())
+            finally:
+                os._exit(status)
+        pids[device] = pid
+    os.close(write)
+    failed = [device for device, pid in pids.items() if _status(pid, SECONDS)]
+    with os.fdopen(read) as text:
+        report = text.read()
+    os.close(fd)
+    assert not failed, f"devices {failed}: {report}"
+
+
+def _status(pid: int, seconds: float) -> int:
+    fd = os.pidfd_open(pid)
+    try:
+        if not select.select([fd], [], [], seconds)[0]:
+            os.kill(pid, 9)
+    finally:
+        os.close(fd)
+    return os.waitpid(pid, 0)[1]
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 8, shape, generator=generator).to(dtype)
+
+
+def split(mesh: DeviceMesh, placements: PlacementList, tensor: torch.Tensor, device: int) -> torch.Tensor | None:
+    """What ``device`` holds of ``tensor``; an addend along a Partial axis is the tensor times (coordinate + 1)."""
+    here = mesh.coordinate(device)
+    if here is None:
+        return None
+    box = local_box(placements, mesh.shape, here, tensor.shape)
+    local = tensor[tuple(slice(*edge) for edge in box)].clone()
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            local = local * (here[axis] + 1)
+    return local
+
+
+def total(mesh: DeviceMesh, placements: PlacementList, tensor: torch.Tensor) -> torch.Tensor:
+    """The value that those addends stand for."""
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if placement == PARTIAL:
+            tensor = tensor * (size * (size + 1) // 2)
+        elif placement == partial("max"):
+            tensor = torch.maximum(tensor, tensor * size)
+    return tensor
+
+
+PAIR = DeviceMesh("cpu", [0, 1])
+LINE = DeviceMesh("cpu", [0, 1, 2])
+SQUARE = DeviceMesh("cpu", [[0, 1], [2, 3]])
+TURNED = DeviceMesh("cpu", [3, 1, 0, 2])
+OTHER = DeviceMesh("cpu", [2, 3])
+CASES = [
+    (PAIR, [shard(0)], PAIR, [R]),
+    (PAIR, [shard(0)], PAIR, [shard(1)]),
+    (PAIR, [PARTIAL], PAIR, [R]),
+    (PAIR, [PARTIAL], PAIR, [shard(0)]),
+    (LINE, [PARTIAL], LINE, [R]),
+    (LINE, [PARTIAL], LINE, [shard(1)]),
+    (LINE, [partial("max")], LINE, [R]),
+    (LINE, [shard(0)], LINE, [shard(1)]),
+    (LINE, [shard(1)], LINE, [R]),
+    (SQUARE, [shard(0), shard(0)], SQUARE, [R, R]),
+    (SQUARE, [shard(0), shard(1)], SQUARE, [shard(1), shard(0)]),
+    (SQUARE, [PARTIAL, shard(0)], SQUARE, [shard(0), R]),
+    (SQUARE, [PARTIAL, PARTIAL], SQUARE, [R, R]),
+    (SQUARE, [R, shard(1)], SQUARE, [shard(0), R]),
+    (PAIR, [shard(0)], OTHER, [shard(1)]),
+    (PAIR, [PARTIAL], OTHER, [R]),
+    (SQUARE, [shard(0), R], PAIR, [shard(0)]),
+    (SQUARE, [shard(0), shard(1)], TURNED, [shard(1)]),
+    (LINE, [shard(0)], TURNED, [R]),
+]
+SHAPES = [
+    ((5, 7), torch.float32),
+    ((1, 2), torch.int64),
+    ((0, 3), torch.float32),
+    ((130, 67), torch.bfloat16),
+    ((4, 4, 3), torch.complex64),
+]
+
+
+def test_every_transfer_gives_what_plain_torch_gives() -> None:
+    def work(device: int, communicator: SharedMemory) -> None:
+        for shape, dtype in SHAPES:
+            for number, (source_mesh, source, target_mesh, target) in enumerate(CASES):
+                if dtype.is_complex and partial("max") in source:
+                    continue
+                before, after = PlacementList(source), PlacementList(target)
+                tensor = whole(shape, dtype, seed=number)
+                value = split(source_mesh, before, tensor, device)
+                for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
+                    value = communicator.transfer(step, value)
+                if target_mesh.coordinate(device) is None:
+                    assert value is None
+                    continue
+                expected = split(target_mesh, after, total(source_mesh, before, tensor), device)
+                assert isinstance(value, torch.Tensor), (device, value)
+                assert value.is_contiguous()
+                assert torch.equal(value, expected), (device, shape, source, target, value, expected)
+
+    run_forked([0, 1, 2, 3], work)
+
+
+def test_many_collectives_in_a_row_reuse_the_same_memory() -> None:
+    def work(device: int, communicator: SharedMemory) -> None:
+        (step,) = steps(PAIR, PlacementList([PARTIAL]), PAIR, PlacementList([R]), (256,), torch.float32, device)
+        for number in range(3000):
+            result = communicator.transfer(step, torch.full((256,), float(number * (device + 1))))
+            assert result[0] == result[255] == 3.0 * number
+        assert communicator._arena._end <= (CREDIT + 2) * 4096
+
+    run_forked([0, 1], work)
+
+
+def test_large_tensors_and_strided_ones() -> None:
+    def work(device: int, communicator: SharedMemory) -> None:
+        shape = (3000, 7001)  # 84 MB: more than one window
+        tensor = torch.arange(3000 * 7001, dtype=torch.float32).reshape(7001, 3000).t()
+        (step,) = steps(PAIR, PlacementList([shard(0)]), PAIR, PlacementList([shard(1)]), shape, torch.float32, device)
+        for _ in range(2):
+            local = tensor.chunk(2, 0)[device]
+            assert torch.equal(communicator.transfer(step, local), tensor.chunk(2, 1)[device])
+
+    run_forked([0, 1], work)
+
+
+def test_a_send_needs_no_reader_within_the_credit() -> None:
+    ready, go = os.pipe()
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        (step,) = steps(
+            DeviceMesh("cpu", [0]), PlacementList([R]), DeviceMesh("cpu", [1]), PlacementList([R]), (3,), torch.float32, device
+        )  # fmt: skip
+        if device == 0:
+            for number in range(CREDIT):
+                communicator.transfer(step, torch.full((3,), float(number)))
+            os.write(go, b"x")  # not reached if a send waited for device 1, which waits for this
+            for number in range(CREDIT, 40):
+                communicator.transfer(step, torch.full((3,), float(number)))
+        else:
+            assert os.read(ready, 1) == b"x"
+            for number in range(40):
+                assert torch.equal(communicator.transfer(step, None), torch.full((3,), float(number)))
+
+    run_forked([0, 1], work)
+    os.close(ready)
+    os.close(go)
+
+
+def test_poison_travels_with_the_value() -> None:
+    poison = Poison((1, 77))
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        (step,) = steps(LINE, PlacementList([PARTIAL]), LINE, PlacementList([R]), (8,), torch.float32, device)
+        assert communicator.transfer(step, poison if device == 1 else torch.ones(8)) == poison
+        assert torch.equal(communicator.transfer(step, torch.ones(8)), torch.full((8,), 3.0))
+
+    run_forked([0, 1, 2], work)
+
+
+def test_poison_reaches_only_those_who_read_it() -> None:
+    poison = Poison((1, 77))
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        (step,) = steps(PAIR, PlacementList([shard(0)]), OTHER, PlacementList([shard(0)]), (4,), torch.float32, device)
+        result = communicator.transfer(step, {0: torch.ones(2), 1: poison}.get(device))
+        if device == 2:
+            assert torch.equal(result, torch.ones(2))
+        if device == 3:
+            assert result == poison
+
+    run_forked([0, 1, 2, 3], work)
+
+
+def test_an_arena_uses_freed_blocks_again_and_gives_large_ones_back() -> None:
+    fd = create_segment(1)
+    region = Region(fd, 2)
+    arena = Arena(region)
+    first = arena.allocate(5000)
+    region.bytes(first, 5000).fill_(7)
+    second = arena.allocate(5000)
+    assert second != first
+    arena.free(first)
+    assert arena.allocate(8000) == first
+    size = 300 << 20
+    blocks = [arena.allocate(size), arena.allocate(size)]
+    for block in blocks:
+        region.bytes(block, 4096).fill_(1)
+    for block in blocks:
+        arena.free(block)
+    assert int(region.bytes(blocks[0], 4096).max()) == 0
+    assert int(region.bytes(first, 5000).max()) == 7
+    os.close(fd)
+
+
+@pytest.mark.parametrize("ndim", [0, 12])
+def test_any_number_of_dims(ndim: int) -> None:
+    def work(device: int, communicator: SharedMemory) -> None:
+        shape = (1,) * ndim
+        (step,) = steps(PAIR, PlacementList([PARTIAL]), PAIR, PlacementList([R]), shape, torch.float32, device)
+        result = communicator.transfer(step, torch.full(shape, float(device + 1)))
+        assert torch.equal(result, torch.full(shape, 3.0))
+
+    run_forked([0, 1], work)
