@@ -52,7 +52,9 @@ def main() -> None:
     mesh = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     shard(sharded, mesh)
     replicate = [dtorch.Replicate()]
-    loss = step(sharded, dtorch.distribute_tensor(x, mesh, replicate), dtorch.distribute_tensor(target, mesh, replicate))
+    loss = step(
+        sharded, dtorch.distribute_tensor(x, mesh, replicate), dtorch.distribute_tensor(target, mesh, replicate)
+    )
 
     print(f"one training step on {mesh}")
     for name, parameter in sharded.named_parameters():
@@ -60,8 +62,7 @@ def main() -> None:
         print(f"  {name:12} {tuple(parameter.shape)!s:9} {parameter.placements!r:18} each device holds {held}")
     print(f"loss: sharded {loss.item():.6f}, on one device {expected.item():.6f}")
     worst = max(
-        (a.to_torch() - b).abs().max().item()
-        for a, b in zip(sharded.parameters(), alone.parameters(), strict=True)
+        (a.to_torch() - b).abs().max().item() for a, b in zip(sharded.parameters(), alone.parameters(), strict=True)
     )
     print(f"updated parameters differ from one device's by at most {worst:.1e}")
     if worst > 1e-4:
