@@ -41,7 +41,9 @@ class LocalShape(msgspec.Struct, frozen=True, tag="local_shape"):
     placements: Codes
 
 
-Arg = Union[None, bool, int, float, str, list["Arg"], Slot, Operand, Const, LocalShape]
+Item = Union[None, bool, int, float, str, Slot, Operand, Const, LocalShape]
+Arg = Union[Item, list[Union[Item, list[Item]]]]
+"""Lists nest at most twice; msgspec cannot read a type that contains itself."""
 
 
 class Layout(msgspec.Struct, frozen=True):

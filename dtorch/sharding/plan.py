@@ -88,6 +88,7 @@ class Builder:
                 tuple(encode(target.placements)),
                 self.shape(tuple(spec.shape)),
                 dtype_name(spec.dtype),
+                order_or_none(spec),
             )
         )
         return out
@@ -110,6 +111,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def stride_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     """The dims from the largest stride to the smallest; ties keep their order."""
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+
+
+def order_or_none(spec: Spec) -> list[int] | None:
+    """The stride order of a tensor that is not contiguous."""
+    order = stride_order(spec.shape, spec.stride)
+    return None if order == list(range(len(order))) else order
 
 
 def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Plan:
