@@ -30,7 +30,7 @@ from ..program.ir import Program
 from ..sharding.layout import box_shape, local_box
 from ..sharding.spec import Spec, mesh_id
 from . import lines
-from .values import FREED, Value
+from .values import FREED, Value, next_value_id
 
 log = logging.getLogger("dtorch")
 
@@ -42,6 +42,8 @@ AHEAD = 8192
 AHEAD_BYTES = 1 << 30
 #: Tensors up to this size travel inside messages, larger ones through shared memory.
 INLINE_BYTES = 64 * 1024
+#: Failed commands whose description is kept.
+FAILURES_KEPT = 1000
 #: Seconds after which queued commands are sent though nobody waits for them.
 IDLE_FLUSH = 0.0005
 
@@ -49,16 +51,15 @@ IDLE_FLUSH = 0.0005
 class Failure:
     """A failed command, as its worker described it."""
 
-    __slots__ = ("device", "sequence", "kind", "message", "coordinate", "shapes", "seen", "line")
+    __slots__ = ("device", "sequence", "kind", "message", "coordinate", "shapes", "line")
 
-    def __init__(self, device: int, sequence: int, kind: str, message: str, coordinate: Any, shapes: Any) -> None:
+    def __init__(
+        self, device: int, sequence: int, kind: str, message: str, coordinate: Any, shapes: Any, line: str
+    ) -> None:
         self.device, self.sequence, self.kind, self.message = device, sequence, kind, message
-        self.coordinate, self.shapes = coordinate, shapes
-        self.seen = False
-        self.line = ""
+        self.coordinate, self.shapes, self.line = coordinate, shapes, line
 
     def error(self) -> RemoteError:
-        self.seen = True
         where = f"device {self.device}" + ("" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}")
         shapes = "" if not self.shapes else f"\n  local shapes: {', '.join(str(tuple(s)) for s in self.shapes)}"
         return RemoteError(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
@@ -72,7 +73,6 @@ class Controller:
         self.lock = threading.RLock()
         self.outbox: list[list] = []
         self.sequence = 0
-        self.next_value = itertools.count(1).__next__
         self.next_token = itertools.count(1).__next__
         self.programs: dict[bytes, int] = {}
         self.program_bodies: list[tuple[int, bytes]] = []
@@ -80,6 +80,8 @@ class Controller:
         self.devices: set[tuple[str, int]] = set()
         self.waiting: dict[int, Waiting] = {}
         self.failures: collections.OrderedDict[tuple[int, int], Failure] = collections.OrderedDict()
+        #: Failed commands that a read has reported already, on whichever device it met them.
+        self.reported: set[int] = set()
         self.orphans: dict[tuple[int, int], list[Waiting]] = {}
         self.lost: Exception | None = None
         self.closed = False
@@ -106,13 +108,6 @@ class Controller:
         elif not self._armed:
             self._arm()
         return self.sequence - 1
-
-    def run(self, program: int, inputs: Sequence[int], outputs: int, operands: Sequence[Any], name: str) -> list[int]:
-        """Run a program; the ids of its outputs. The caller holds the lock."""
-        ids = [self.next_value() for _ in range(outputs)]
-        self.history.note(self.sequence + (1 if FREED else 0), name)
-        self.issue([program, *inputs, *ids, *operands])
-        return ids
 
     def flush(self) -> None:
         """Send what is queued. The caller holds the lock."""
@@ -223,7 +218,7 @@ class Controller:
         tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
         blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
         with self.lock:
-            value = Value(self.next_value())
+            value = Value(next_value_id())
             placements = encode(spec.placements)
             self.history.note(self.sequence + (1 if FREED else 0), "put")
             self.issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob])
@@ -289,12 +284,14 @@ class Controller:
         """Wait until everything issued has run; raise the first failure nobody has seen."""
         if self.devices:
             self.ask_all(protocol.SYNC)
-        failure = self.unseen()
+        failure = next((f for f in self.failures.values() if f.sequence not in self.reported), None)
         if failure is not None:
-            raise failure.error()
+            raise self.report(failure)
 
-    def unseen(self) -> Failure | None:
-        return next((f for f in self.failures.values() if not f.seen), None)
+    def report(self, failure: Failure) -> RemoteError:
+        """The error to raise for a failure, which counts as seen from now on."""
+        self.reported.add(failure.sequence)
+        return failure.error()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -308,22 +305,22 @@ class Controller:
                 self.waiting.pop(token, None)
         elif kind == protocol.FAILED:
             _, device, sequence, name, message, coordinate, shapes = event
-            failure = Failure(device, sequence, name, message, coordinate, shapes)
-            failure.line = self.history.describe(sequence)
+            line = self.history.describe(sequence)
+            failure = Failure(device, sequence, name, message, coordinate, shapes, line)
             key = (device, sequence)
             self.failures[key] = failure
-            if len(self.failures) > 1000:
-                self.failures.popitem(last=False)
+            if len(self.failures) > FAILURES_KEPT:
+                self.reported.discard(self.failures.popitem(last=False)[1].sequence)
             log.debug("worker %d failed at %d: %s: %s", device, sequence, name, message)
             for waiting in self.orphans.pop(key, ()):
-                waiting.fail(failure.error())
+                waiting.fail(self.report(failure))
         elif kind == protocol.POISONED:
             _, device, token, origin = event
             waiting = self.waiting.pop(token, None)
             if waiting is not None:
                 found = self.failures.get(tuple(origin))
                 if found is not None:
-                    waiting.fail(found.error())
+                    waiting.fail(self.report(found))
                 else:  # the failing worker's own note is still on its way
                     self.orphans.setdefault(tuple(origin), []).append(waiting)
 

@@ -169,6 +169,10 @@ def run_in_place_view(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def run_out(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``out=``: computed as without, then copied in, which keeps the destination's placements."""
+    from .dispatch import tensors_in
+
+    if not any(type(t) is Tensor and t._spec is not None for t in tensors_in((args, kwargs))):
+        return host.run(info, args, kwargs)
     names = [a.name for a in info.outs]
     outs = {name: kwargs[name] for name in names if name in kwargs}
     rest = {name: value for name, value in kwargs.items() if name not in outs}
