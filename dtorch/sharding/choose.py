@@ -281,7 +281,9 @@ def legal(chosen: Sequence[Strategy], shapes: Sequence[Sequence[int]], mesh_shap
             if not is_shard(placement):
                 continue
             dim = placement.dim  # type: ignore[attr-defined]
-            axes = [n for s, n in zip(chosen, mesh_shape, strict=False) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim]  # type: ignore[attr-defined]
+            axes = [
+                n for s, n in zip(chosen, mesh_shape, strict=False) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim
+            ]  # type: ignore[attr-defined]
             if strategy.even is not None and strategy.even % math.prod(axes):
                 return False
             if strategy.nonempty and not _all_filled(shapes[i][dim], axes):

@@ -8,12 +8,13 @@ be listed. An op without a rule has only that: it is gathered and run replicated
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ..placement import Placement
+from ..placement import REPLICATE, Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,14 +45,31 @@ class Call:
     outputs: tuple[TensorArg | None, ...]
 
     def get(self, name: str) -> Any:
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.name == name:
-                if position < len(self.args) and not argument.kwarg_only:
+        for position, (own, default, kwarg_only) in enumerate(schema_arguments(self.op)):
+            if own == name:
+                if position < len(self.args) and not kwarg_only:
                     return self.args[position]
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return argument.default_value
+                return self.kwargs.get(name, default)
         raise KeyError(f"{self.op} has no argument {name!r}")
+
+    def names(self) -> list[str]:
+        """The argument that each input tensor belongs to."""
+        found = [""] * len(self.inputs)
+        passed = [(argument[0], value) for argument, value in zip(schema_arguments(self.op), self.args, strict=False)]
+        for name, value in (*passed, *self.kwargs.items()):
+            if type(value) is TensorArg:
+                found[value.index] = name
+            elif type(value) in (list, tuple):
+                for item in value:
+                    if type(item) is TensorArg:
+                        found[item.index] = name
+        return found
+
+
+@functools.cache
+def schema_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, keyword only) of each argument; the schema itself builds them anew at every look."""
+    return tuple((a.name, a.default_value, a.kwarg_only) for a in op._schema.arguments)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,3 +145,7 @@ def everywhere(placement: Placement, call: Call) -> Strategy:
     return Strategy((placement,) * len(call.inputs), tuple(None if o is None else placement for o in call.outputs))
 
 
+def named(call: Call, outputs: Iterable[Placement | None], **placements: Placement) -> Strategy:
+    """A strategy by argument names; what is not named is replicated, and outputs that are no tensors stay None."""
+    inputs = tuple([placements.get(name, REPLICATE) for name in call.names()])
+    return Strategy(inputs, tuple([None if o is None else p for o, p in zip(call.outputs, outputs, strict=True)]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..sharding.rules.losses import POINTWISE_LOSS_BACKWARDS, POINTWISE_LOSSES
 from .registry import Here, device_function
 
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def highest(dtype: torch.dtype) -> float:
 
 
 def _extremum(
-    function: Any, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, identity: float | int
+    function: Any, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, identity: float
 ) -> Tensor:
     dims = _dims(x, dim)
     if any(x.shape[d] == 0 for d in dims):
@@ -114,3 +115,89 @@ def norm_root(here: Here, outputs: list[Tensor], x: None, ord: float | None = 2,
     order = 2.0 if ord is None else float(ord)
     total = outputs[0]
     return total.sqrt() if order == 2 else total if order == 1 else total ** (1 / order)
+
+
+@device_function("dtorch.native_group_norm")
+def native_group_norm(
+    here: Here, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
+) -> tuple[Tensor, ...]:
+    mine = group * x.shape[1] // c
+    return aten.native_group_norm.default(x, weight, bias, x.shape[0], x.shape[1], hxw, mine, eps)
+
+
+@device_function("dtorch.native_group_norm_backward")
+def native_group_norm_backward(
+    here: Here,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    hxw: int,
+    group: int,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    mine = group * x.shape[1] // c
+    return aten.native_group_norm_backward.default(grad, x, mean, rstd, weight, x.shape[0], x.shape[1], hxw, mine, mask)
+
+
+@device_function("dtorch.convolution")
+def convolution(here: Here, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    """A part of the groups of a convolution, which are the last argument."""
+    *rest, groups = args
+    return aten.convolution.default(x, weight, bias, *rest, groups * x.shape[1] // here.inputs[0][1][1])
+
+
+@device_function("dtorch.convolution_backward")
+def convolution_backward(here: Here, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    *rest, groups, mask = args
+    whole = here.inputs[1][1][1]
+    return aten.convolution_backward.default(grad, x, weight, *rest, groups * x.shape[1] // whole, mask)
+
+
+@device_function("dtorch.nll_loss_sum")
+def nll_loss_sum(
+    here: Here, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, ...]:
+    """The sums of a mean: of the losses and of the weights."""
+    op = aten.nll_loss_forward.default if x.ndim == 2 else aten.nll_loss2d_forward.default
+    return op(x, target, weight, 2, ignore_index)
+
+
+@device_function("dtorch.nll_loss_mean")
+def nll_loss_mean(here: Here, outputs: list[Tensor], *args: Any) -> tuple[Tensor, ...]:
+    total, weight = outputs
+    return total / weight, weight
+
+
+def _mean_of_loss(op: Any) -> Any:
+    def function(here: Here, *args: Any, **kwargs: Any) -> Tensor:
+        count = math.prod(torch.broadcast_shapes(*[shape for _, shape in here.inputs[:2]]))
+        each = op(*_with_reduction(op, args, 0), **kwargs)
+        wide = torch.float32 if each.dtype in (torch.float16, torch.bfloat16) else each.dtype
+        return (each.sum(dtype=wide) / count).to(each.dtype)
+
+    return function
+
+
+def _mean_of_loss_backward(op: Any) -> Any:
+    def function(here: Here, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        count = math.prod(torch.broadcast_shapes(*[shape for _, shape in here.inputs[1:3]]))
+        return op(grad / max(count, 1), *_with_reduction(op, (grad, *args), 2)[1:], **kwargs)
+
+    return function
+
+
+def _with_reduction(op: Any, args: tuple[Any, ...], reduction: int) -> list[Any]:
+    """``args`` with another value for ``reduction``, which may have been left out."""
+    position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "reduction")
+    defaults = [a.default_value for a in op._schema.arguments[len(args) : position]]
+    return [*args[:position], *defaults, reduction, *args[position + 1 :]]
+
+
+for _op, _name in POINTWISE_LOSSES.items():
+    device_function(f"dtorch.mean_of.{_name}")(_mean_of_loss(_op))
+for _op, _name in POINTWISE_LOSS_BACKWARDS.items():
+    device_function(f"dtorch.mean_of.{_name}")(_mean_of_loss_backward(_op))

@@ -47,7 +47,7 @@ class Sample:
     kwargs: dict[str, Any]
 
     def __repr__(self) -> str:
-        return f"{self.op}{tuple(map(_short, self.args))}{ {k: _short(v) for k, v in self.kwargs.items()} or ''}"
+        return f"{self.op}{tuple(map(_short, self.args))}{ {k: _short(v) for k, v in self.kwargs.items()} or '' }"
 
 
 def _short(value: Any) -> str:
@@ -111,7 +111,9 @@ def call_of(sample: Sample, outputs: Sequence[torch.Tensor | None]) -> Call:
         return found[-1]
 
     args, kwargs = tree(sample.args, arg), tree(sample.kwargs, arg)
-    outs = tuple(None if o is None else TensorArg(i, tuple(o.shape), o.stride(), o.dtype) for i, o in enumerate(outputs))
+    outs = tuple(
+        None if o is None else TensorArg(i, tuple(o.shape), o.stride(), o.dtype) for i, o in enumerate(outputs)
+    )
     return Call(sample.op, args, kwargs, tuple(found), outs)
 
 
@@ -143,7 +145,9 @@ def _spread(call: Call, groups: list[Group]) -> Iterator[Strategy]:
             yield Strategy(tuple(inputs), tuple(outputs), local=local, finish=finish)
 
 
-def check(sample: Sample, mesh_shape: tuple[int, ...], chosen: Sequence[Strategy], whole: tuple[list[Any], list[torch.Tensor]]) -> bool:
+def check(
+    sample: Sample, mesh_shape: tuple[int, ...], chosen: Sequence[Strategy], whole: tuple[list[Any], list[torch.Tensor]]
+) -> bool:
     """Run ``sample`` under one strategy an axis and compare. False: the strategies may not stand together.
 
     Raises:
@@ -177,7 +181,11 @@ def check(sample: Sample, mesh_shape: tuple[int, ...], chosen: Sequence[Strategy
             raw = sample.op(*args, **kwargs) if local is None else DEVICE_FUNCTIONS[local](here, *args, **kwargs)
         results[at] = tensors(raw)
     if finish is not None:
-        wholes = {i: merge({at: r[i] for at, r in results.items()}, p, mesh_shape, call.outputs[i].shape) for i, p in enumerate(placed_out) if p}
+        wholes = {
+            i: merge({at: r[i] for at, r in results.items()}, p, mesh_shape, call.outputs[i].shape)
+            for i, p in enumerate(placed_out)
+            if p
+        }
         placed_out = [p and [REPLICATE if is_partial(q) else q for q in p] for p in placed_out]
         out_layouts = [(p, o.shape) for p, o in zip(placed_out, call.outputs, strict=True) if o is not None]
         plain = tree(sample.args, lambda t: None), tree(sample.kwargs, lambda t: None)
@@ -187,7 +195,11 @@ def check(sample: Sample, mesh_shape: tuple[int, ...], chosen: Sequence[Strategy
             results[at] = tensors(DEVICE_FUNCTIONS[finish](here, mine, *plain[0], **plain[1]))
     for i, placements in enumerate(placed_out):
         if placements is not None and i not in UNDEFINED.get(sample.op, ()):
-            same(merge({at: r[i] for at, r in results.items()}, placements, mesh_shape, expected[i].shape), expected[i], f"output {i}")
+            same(
+                merge({at: r[i] for at, r in results.items()}, placements, mesh_shape, expected[i].shape),
+                expected[i],
+                f"output {i}",
+            )
     for i, placements in enumerate(placed_in):
         same(merge(pieces[i], placements, mesh_shape, after[i].shape), after[i], f"input {i} afterwards")
     return True
@@ -209,6 +221,8 @@ def localise(
 ) -> tuple[list[Any], dict[str, Any]]:
     args, kwargs = list(args), dict(kwargs)
     for name, output in local_shapes.items():
+        if call.outputs[output] is None:
+            continue
         shape = local_shape(placed_out[output], mesh_shape, at, call.outputs[output].shape)  # type: ignore[union-attr]
         for position, argument in enumerate(call.op._schema.arguments):
             if argument.name == name:
@@ -245,7 +259,9 @@ def addends(t: torch.Tensor, count: int) -> list[torch.Tensor]:
     if t.dtype.is_floating_point or t.dtype.is_complex:
         rest = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for _ in range(count - 1)]
     else:
-        rest = [torch.randint(0, 5, t.shape, generator=generator, dtype=torch.int64).to(t.dtype) for _ in range(count - 1)]
+        rest = [
+            torch.randint(0, 5, t.shape, generator=generator, dtype=torch.int64).to(t.dtype) for _ in range(count - 1)
+        ]
     last = t
     for part in rest:
         last = last - part
@@ -275,5 +291,9 @@ def merge(
 
 def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     loose = expected.dtype in (torch.bfloat16, torch.float16)
-    rtol, atol = (3e-2, 3e-2) if loose else (2e-4, 2e-4) if expected.dtype in (torch.float32, torch.complex64) else (1e-8, 1e-8)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True, check_stride=False, msg=lambda m: f"{what}: {m}")
+    rtol, atol = (
+        (3e-2, 3e-2) if loose else (2e-4, 2e-4) if expected.dtype in (torch.float32, torch.complex64) else (1e-8, 1e-8)
+    )
+    torch.testing.assert_close(
+        found, expected, rtol=rtol, atol=atol, equal_nan=True, check_stride=False, msg=lambda m: f"{what}: {m}"
+    )

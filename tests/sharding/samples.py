@@ -44,13 +44,19 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
         return t
     copy = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
     storage = t.untyped_storage().nbytes() // max(t.element_size(), 1)
-    source = t.detach().as_strided((storage - t.storage_offset(),), (1,)) if storage > t.storage_offset() else t.detach().reshape(-1)
+    source = (
+        t.detach().as_strided((storage - t.storage_offset(),), (1,))
+        if storage > t.storage_offset()
+        else t.detach().reshape(-1)
+    )
     flat = copy.untyped_storage().nbytes() // max(t.element_size(), 1)
     copy.as_strided((flat,), (1,)).copy_(source[:flat])
     return copy
 
 
-def from_opinfo(limit: int = 6, per_op: int = 8, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.int64)) -> Recorder:
+def from_opinfo(
+    limit: int = 6, per_op: int = 8, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.int64)
+) -> Recorder:
     """Run the samples of torch's own operator tests, forward and backward, and keep what reaches aten."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -79,7 +85,9 @@ def _record(recorder: Recorder, info: Any, sample: Any) -> None:
     try:
         with recorder:
             result = info.op(sample.input, *sample.args, **sample.kwargs)
-            leaves = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, torch.Tensor)]
+            leaves = [
+                t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, torch.Tensor)
+            ]
             leaves = [t for t in leaves if t.requires_grad and not t.is_complex()]
             if leaves:
                 torch.autograd.backward(leaves, [torch.randn_like(t) for t in leaves])

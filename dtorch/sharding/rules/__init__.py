@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..strategy import RULES, RuleEntry
-from . import matmul as matmul
-from . import pointwise, reduce
-from . import views as views
+from . import attention, convolution, images, losses, matmul, norms, pointwise, reduce, views  # noqa: F401
 
 #: Arguments of Scalar type whose value decides placements: part of a plan's key.
 STATIC_NUMBERS: dict[torch._ops.OpOverload, frozenset[str]] = {**reduce.STATIC_NUMBERS}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...placement import PARTIAL, Placement, partial, shard
-from ..strategy import Call, Strategy, rule
+from ..strategy import Call, Strategy, rule, schema_arguments
 from .pointwise import keeps_sums
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ def reduced_dims(ndim: int, dims: int | Sequence[int] | None) -> list[int]:
 
 
 def _argument(call: Call, name: str) -> object:
-    return call.get(name) if any(a.name == name for a in call.op._schema.arguments) else None
+    return call.get(name) if any(name == own for own, _, _ in schema_arguments(call.op)) else None
 
 
 def reduction(
