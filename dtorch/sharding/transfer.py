@@ -179,7 +179,9 @@ def _within(
         terms = _terms(mesh, source, shape, box, choices, tuple(reduced))
     return Transfer(
         device=device,
-        group=(device,) if local else _fibre(mesh, tuple(axes), here),
+        group=(device,)
+        if local
+        else _fibre(mesh, tuple(axes), tuple(0 if axis in axes else index for axis, index in enumerate(here))),
         publishes=not local and _is_read(mesh, source, target, shape, here, axes, free),
         shape=box_shape(box),
         dtype=dtype,
@@ -242,8 +244,8 @@ def _is_read(
 
 
 @functools.lru_cache(maxsize=4096)
-def _fibre(mesh: DeviceMesh, axes: tuple[int, ...], here: tuple[int, ...]) -> tuple[int, ...]:
-    ranges = [range(size) if axis in axes else (here[axis],) for axis, size in enumerate(mesh.shape)]
+def _fibre(mesh: DeviceMesh, axes: tuple[int, ...], first: tuple[int, ...]) -> tuple[int, ...]:
+    ranges = [range(size) if axis in axes else (first[axis],) for axis, size in enumerate(mesh.shape)]
     return tuple(sorted(_device(mesh, coordinate) for coordinate in itertools.product(*ranges)))
 
 
@@ -368,7 +370,8 @@ def _holders(
             return
         allowed, placement = choices[axis], placements[axis]
         if not is_shard(placement):
-            for coordinate[axis] in range(mesh_shape[axis]) if allowed is None else allowed:
+            for index in range(mesh_shape[axis]) if allowed is None else allowed:
+                coordinate[axis] = index
                 yield from descend(axis + 1)
             return
         dim = placement.dim  # type: ignore[attr-defined]

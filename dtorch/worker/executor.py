@@ -47,7 +47,8 @@ Steps = Generator[tuple[Transfer, "Value | None"], "Value | None", None]
 
 The tensor is None where the device holds no part of the source, a `Poison` where its part failed; the result is None where
 the device gets no part (``transfer.shape is None``), a `Poison` where any source that it needs is one. It yields only
-transfers whose group holds other devices; the order is the same on every member of a group.
+transfers whose group holds other devices; the order is the same on every member of a group. An error thrown in is the
+command's failure; the transfer that was yielded counts as made.
 """
 
 #: Seconds between looks at the store for STATS' peak. A look costs about 0.3 us a value.
@@ -216,12 +217,8 @@ class Executor:
         return self._codes.code(program_id, defined.program, defined.held, restrides, self._namespaces)
 
     def _steps(self, command: list, sequence: int) -> Steps:
-        steps = self._generators[command[0]](self.values, command)
         try:
-            request = next(steps)
-            while True:
-                request = steps.send((yield request))
-        except StopIteration:
+            yield from self._generators[command[0]](self.values, command)
             return
         except Exception as error:
             poison, start, after = self._fail(command, sequence, error)

@@ -54,7 +54,8 @@ def run(source_mesh, source, target_mesh, target, shape, locals_, dtype=torch.fl
             if len(plan) < -level:
                 continue
             part = plan[level]
-            assert part.device == device and device in part.group
+            assert part.device == device
+            assert device in part.group
 
             def read(other, part=part, level=level):
                 assert other in part.group
@@ -140,7 +141,7 @@ def test_members_agree(problem):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    "source, target, name, times",
+    ("source", "target", "name", "times"),
     [
         (R, S0, "local", lambda n: 0),
         (R, P, "local", lambda n: 0),
