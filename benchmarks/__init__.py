@@ -1,0 +1,1 @@
+"""What dtorch costs, as ratios within one run: ``python -m benchmarks``."""

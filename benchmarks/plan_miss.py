@@ -1,0 +1,48 @@
+"""What an op costs the client the first time it meets a shape, as every step of a decode loop with a growing cache does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import dtorch
+
+from .measure import Row, row
+
+F = torch.nn.functional
+
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": lambda x, w: x + x,
+    "mm": lambda x, w: x @ w,
+    "softmax": lambda x, w: x.softmax(-1),
+    "view": lambda x, w: x.view(-1, 4, 4),
+    "transpose": lambda x, w: x.transpose(0, 1),
+    "slice": lambda x, w: x[1:],
+    "cat": lambda x, w: torch.cat([x, x]),
+    "sum": lambda x, w: x.sum(0),
+    "mean": lambda x, w: x.mean(-1),
+    "layer_norm": lambda x, w: F.layer_norm(x, (16,)),
+    "gelu": lambda x, w: F.gelu(x),
+}
+SIZES = range(8, 8 + 60)
+
+
+def run() -> list[Row]:
+    torch.set_num_threads(1)
+    mesh = dtorch.DeviceMesh("cpu", [0, 1])
+    placed = [dtorch.distribute_tensor(torch.rand(size, 16), mesh, [dtorch.Shard(0)]) for size in SIZES]
+    weight = dtorch.distribute_tensor(torch.rand(16, 16), mesh, [dtorch.Replicate()])
+    rows = []
+    with torch.no_grad():
+        for name, function in OPS.items():
+            seconds = []
+            for tensor in placed:
+                dtorch.synchronize()
+                start = time.perf_counter()
+                function(tensor, weight)
+                seconds.append(time.perf_counter() - start)
+            rows.append(row(f"{name}, new shape", seconds[5:], bound="at most 200"))
+    dtorch.shutdown()
+    return rows

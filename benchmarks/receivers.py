@@ -1,0 +1,70 @@
+"""Whether an op costs the client the same however many workers there are.
+
+A real channel, with receivers that only drain it: all of them in one other process, so that they do not fight for the cores.
+A batch is 64 commands of an eager op, as the controller sends them. The processor time of the sending thread is what Python
+waits for; that of the whole process includes ZeroMQ's own thread, which writes to each receiver.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+
+import zmq
+
+from dtorch.engine.channel import ClientChannel, WorkerChannel
+
+from .measure import Row, ratio, rounds, row
+
+RECEIVERS = (1, 2, 8, 32)
+BATCH = [[16, 1000 + index, 2000 + index, 3000 + index] for index in range(64)]
+
+
+def run() -> list[Row]:
+    thread: dict[int, list[float]] = {}
+    process: dict[int, list[float]] = {}
+    for count in RECEIVERS:
+        thread[count] = _measure(count, time.thread_time)
+        process[count] = _measure(count, time.process_time)
+    rows = [row(f"send an op to {count} receivers, sending thread", thread[count]) for count in RECEIVERS]
+    rows += [row(f"send an op to {count} receivers, with ZeroMQ's thread", process[count]) for count in RECEIVERS]
+    rows.append(
+        ratio("32 receivers over 1, sending thread", thread[32], thread[1], "flat: an op costs some 8 us beside this")
+    )
+    return rows
+
+
+def _measure(count: int, clock: object) -> list[float]:
+    """Seconds an op."""
+    with tempfile.TemporaryDirectory() as address:
+        channel = ClientChannel(address)
+        receiver = multiprocessing.get_context("spawn").Process(target=_drain, args=(address, count), daemon=True)
+        receiver.start()
+        for _ in range(count):
+            if not channel.subscribed(60.0):
+                raise RuntimeError("a receiver did not subscribe")
+        number = 0
+
+        def send() -> None:
+            nonlocal number
+            channel.send(number, BATCH)
+            number += 1
+
+        try:
+            seconds = rounds({"send": send}, calls=100, between=lambda: time.sleep(0.1), clock=clock)["send"]
+        finally:
+            receiver.kill()
+            receiver.join()
+            channel.close()
+    return [one / len(BATCH) for one in seconds]
+
+
+def _drain(address: str, count: int) -> None:
+    channels = [WorkerChannel(address, 0) for _ in range(count)]
+    poller = zmq.Poller()
+    for channel in channels:
+        poller.register(channel._commands, zmq.POLLIN)
+    while True:
+        for socket, _ in poller.poll():
+            socket.recv(copy=False)
