@@ -16,7 +16,7 @@ import torch
 from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard
 from .rules import rule_for
 from .spec import Spec, replicated
-from .strategy import Call, Group, Strategy
+from .strategy import Call, Group, RuleEntry, Strategy
 
 #: What one more collective costs, in bytes: below this, one all-reduce beats a reduce-scatter now and an all-gather later.
 LATENCY = 64 * 1024
@@ -64,7 +64,7 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     entry = rule_for(call.op)
     if all(spec.replicated for spec in specs):
         whole = replicated(mesh)
-        shapes = entry.local_shapes if entry is not None else {}
+        shapes = _present(call, entry) if entry is not None else {}
         return Decision(
             (whole,) * len(specs), tuple(None if o is None else whole for o in call.outputs), local_shapes=shapes
         )
@@ -84,7 +84,7 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
         if chosen is None:
             if problem.keep:
                 return dataclasses.replace(_choose(call, specs, {}), keep_failed=True)
-            return _whole(call, specs, keep, entry.local_shapes)
+            return _whole(call, specs, keep, _present(call, entry))
         for axis, strategy in enumerate(chosen):
             for i, placement in zip(problem.inputs, strategy.inputs, strict=True):
                 inputs[i][axis] = placement
@@ -102,8 +102,14 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
         finish,
         gathered,
         False,
-        entry.local_shapes,
+        _present(call, entry),
     )
+
+
+def _present(call: Call, entry: RuleEntry) -> Mapping[str, int]:
+    """The shape arguments whose output there is: a backward may be asked for some of its gradients only."""
+    shapes = entry.local_shapes
+    return {name: o for name, o in shapes.items() if call.outputs[o] is not None} if shapes else shapes
 
 
 def _aliased_outputs(call: Call, keep: Collection[int]) -> dict[int, int | None]:

@@ -75,9 +75,7 @@ def highest(dtype: torch.dtype) -> float:
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _extremum(
-    function: Any, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, identity: float
-) -> Tensor:
+def _extremum(function: Any, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, identity: float) -> Tensor:
     dims = _dims(x, dim)
     if any(x.shape[d] == 0 for d in dims):
         gone = set(dims)
@@ -115,6 +113,46 @@ def norm_root(here: Here, outputs: list[Tensor], x: None, ord: float | None = 2,
     order = 2.0 if ord is None else float(ord)
     total = outputs[0]
     return total.sqrt() if order == 2 else total if order == 1 else total ** (1 / order)
+
+
+@device_function("dtorch.foreach_norm_part")
+def foreach_norm_part(
+    here: Here, tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    return tuple(norm_part(here, t, ord, dtype=dtype) for t in tensors)
+
+
+@device_function("dtorch.foreach_norm_root")
+def foreach_norm_root(
+    here: Here, outputs: list[Tensor], tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    return tuple(norm_root(here, [total], None, ord) for total in outputs)
+
+
+@device_function("dtorch.embedding")
+def embedding(here: Here, weight: Tensor, indices: Tensor, *args: Any) -> Tensor:
+    """The rows this device holds; zeros for the others, so that the devices' results add up."""
+    start, stop = here.input_box(0)[0]
+    size = here.inputs[0][1][0]
+    legal = ((indices >= 0) & (indices < size)).all()
+    if indices.device.type != "cpu":
+        torch._assert_async(legal)  # reading it here would wait for the device
+    elif not legal:
+        raise IndexError("index out of range in self")
+    if stop == start:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    outside = (indices < start) | (indices >= stop)
+    rows = aten.embedding.default(weight, (indices - start).masked_fill(outside, 0))
+    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+@device_function("dtorch.new_empty_strided")
+def new_empty_strided(here: Here, x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Tensor:
+    """The part of such a tensor, packed, its dims in the same order in memory."""
+    shape = here.output_shape()
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    inverse = [order.index(d) for d in range(len(shape))]
+    return aten.new_empty.default(x, [shape[d] for d in order], **kwargs).permute(inverse)
 
 
 @device_function("dtorch.native_group_norm")

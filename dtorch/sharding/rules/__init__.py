@@ -5,10 +5,26 @@ from __future__ import annotations
 import torch
 
 from ..strategy import RULES, RuleEntry
-from . import attention, convolution, images, losses, matmul, norms, pointwise, reduce, views  # noqa: F401
+from . import (  # noqa: F401
+    attention,
+    convolution,
+    factories,
+    foreach,
+    images,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    reduce,
+    views,
+)
 
 #: Arguments of Scalar type whose value decides placements: part of a plan's key.
-STATIC_NUMBERS: dict[torch._ops.OpOverload, frozenset[str]] = {**reduce.STATIC_NUMBERS}
+STATIC_NUMBERS: dict[torch._ops.OpOverload, frozenset[str]] = {
+    **reduce.STATIC_NUMBERS,
+    **foreach.STATIC_NUMBERS,
+}
 
 
 def rule_for(op: torch._ops.OpOverload) -> RuleEntry | None:

@@ -132,12 +132,13 @@ def argmax(call: Call) -> list[Strategy]:
     return reduction(call, None)
 
 
-#: What a norm's order makes of the parts: (pending, local, finish). The order is thus part of the plan (`STATIC_NUMBERS`).
-_NORM_PARTS = {
-    math.inf: ("max", "dtorch.norm_part", None),
-    -math.inf: ("min", "dtorch.norm_part", None),
-    0.0: ("sum", "dtorch.norm_part", None),
-}
+def norm_parts(order: float | None, prefix: str = "") -> tuple[str, str, str | None]:
+    """(pending reduction, local, finish) of a norm. The order is thus part of the plan (`STATIC_NUMBERS`)."""
+    order = 2.0 if order is None else float(order)
+    local = f"dtorch.{prefix}norm_part"
+    if math.isinf(order):
+        return ("max" if order > 0 else "min"), local, None
+    return "sum", local, None if order == 0 else f"dtorch.{prefix}norm_root"
 
 
 @rule(
@@ -154,8 +155,7 @@ def norm(call: Call) -> list[Strategy]:
     # The pending sum of squares of a half would overflow.
     if out == torch.float16 or out.is_complex or 0 in call.inputs[0].shape:
         return reduction(call, None)
-    order = 2.0 if order is None else float(order)
-    pending, local, finish = _NORM_PARTS.get(order, ("sum", "dtorch.norm_part", "dtorch.norm_root"))
+    pending, local, finish = norm_parts(order)
     return reduction(call, partial(pending), local=local, finish=finish)
 
 
