@@ -27,6 +27,7 @@ from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import encode
 from ..program.ir import Program
+from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.spec import Spec, mesh_id
 from . import lines
@@ -215,7 +216,7 @@ class Controller:
     def put(self, tensor: torch.Tensor, spec: Spec) -> Value:
         """Place a whole plain tensor. It is copied before this returns."""
         mesh = self.mesh(spec.mesh)
-        tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
         with self.lock:
             value = Value(next_value_id())
@@ -248,14 +249,14 @@ class Controller:
         waiting = Collect(self, TensorFuture(), len(spec.mesh.device_ids))
         self._ask(waiting, lambda token: [protocol.SHARDS, token, value.id, mesh_id(spec.mesh)])
         replies = self.wait(waiting.future)
-        return {i: from_bytes(replies[i][2], replies[i][1], replies[i][0]) for i in spec.mesh.device_ids}
+        return {i: from_bytes(replies[i][2], dtype_called(replies[i][1]), replies[i][0]) for i in spec.mesh.device_ids}
 
     def describe(self, values: Sequence[int], mesh: DeviceMesh) -> list[tuple[list[int], list[int], torch.dtype]]:
         """Shape, stride and dtype of values as the mesh's first device holds them; waits."""
         waiting = Collect(self, TensorFuture(), 1)
         self._ask(waiting, lambda token: [protocol.DESCRIBE, token, mesh_id(mesh), *values])
         (reply,) = self.wait(waiting.future).values()
-        return [(shape, stride, getattr(torch, dtype)) for shape, stride, dtype in reply]
+        return [(shape, stride, dtype_called(dtype)) for shape, stride, dtype in reply]
 
     def ask_all(self, command: int, *arguments: Any) -> dict[int, Any]:
         """Ask every worker; the replies by device id."""
@@ -400,7 +401,7 @@ class Gather(Waiting):
         if self.landing is None:
             mesh = spec.mesh
             box = local_box(spec.placements, mesh.shape, mesh.coordinate(device), spec.shape)
-            part = from_bytes(payload, dtype_name(spec.dtype), box_shape(box))
+            part = from_bytes(payload, spec.dtype, box_shape(box))
             if box_shape(box) == tuple(spec.shape):
                 self.whole = part
             else:
@@ -451,22 +452,3 @@ def _make_engine(config: Config, controller: Controller) -> Engine:
 def _mesh_command(number: int, mesh: DeviceMesh) -> list:
     names = None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
     return [protocol.MESH, number, mesh.device_type, list(mesh.shape), list(mesh.device_ids), names]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a contiguous CPU tensor of any dtype."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def from_bytes(data: bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """A plain tensor of its own from `to_bytes`."""
-    kind = getattr(torch, dtype)
-    if not data:
-        return torch.empty(tuple(shape), dtype=kind)
-    return torch.frombuffer(bytearray(data), dtype=kind).view(tuple(shape))
-
-

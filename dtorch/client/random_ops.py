@@ -13,7 +13,8 @@ import torch
 
 from ..placement import REPLICATE, PlacementList, is_partial
 from ..program.ir import Const, Local
-from ..sharding.plan import Builder, dtype_name
+from ..raw import dtype_name
+from ..sharding.plan import Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import host, runtime

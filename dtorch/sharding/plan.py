@@ -15,6 +15,7 @@ from .. import errors
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, encode, is_partial
 from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
+from ..raw import dtype_name
 from . import shapes
 from .choose import Decision, choose
 from .schema import OpInfo
@@ -104,10 +105,6 @@ class Builder:
         return Program(name, mesh_id(self.mesh), self.inputs, operands, self.body, outputs)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def stride_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     """The dims from the largest stride to the smallest; ties keep their order."""
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
@@ -178,7 +175,7 @@ class ArgWriter:
     """Writes a call's arguments as program arguments: tensors as slots, numbers and sizes as operands, the rest as constants."""
 
     def __init__(
-        self, info: OpInfo, builder: Builder, slots: list[int], local_shapes: dict[str, PlacementList | None]
+        self, info: OpInfo, builder: Builder, slots: list[int], local_shapes: dict[str, Layout]
     ) -> None:
         self.info = info
         self.builder = builder
@@ -195,10 +192,9 @@ class ArgWriter:
     def _argument(self, argument: Any, value: Any) -> Arg:
         if value is None:
             return None
-        if argument.name in self.local_shapes:
-            placements = self.local_shapes[argument.name]
-            operand = self.builder.operand(value if isinstance(value, int) else list(value))
-            return operand if placements is None else LocalShape(operand, tuple(encode(placements)))
+        layout = self.local_shapes.get(argument.name)
+        if layout is not None:
+            return LocalShape(layout.shape, layout.placements)
         if argument.is_number:
             return self._number(value)
         if argument.is_size:
@@ -285,7 +281,11 @@ def write_plan(
 
 def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int]) -> list[int]:
     """Write the op itself, on inputs in ``slots`` that are where ``decision`` wants them; the slots of its outputs."""
-    local_shapes = {name: decision.outputs[out] for name, out in decision.local_shapes.items()}
+    # The output's shape, not the argument itself, which may hold a -1.
+    local_shapes = {
+        name: builder.layout(decision.outputs[out], call.outputs[out].shape)  # type: ignore[arg-type, union-attr]
+        for name, out in decision.local_shapes.items()
+    }
     args, kwargs = ArgWriter(info, builder, slots, local_shapes).write(call.args, call.kwargs)
     returned = info.returned_inputs
     outs = [-1 if out is None or i in returned else builder.slot() for i, out in enumerate(call.outputs)]

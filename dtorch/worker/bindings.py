@@ -11,6 +11,7 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import decode
+from ..raw import dtype_called
 from ..program.ir import Const, Local, LocalShape, Program, Reshard
 from ..sharding.layout import local_shape
 from ..sharding.transfer import Transfer, steps
@@ -59,14 +60,6 @@ def constant(const: Const) -> Maker:
 
 _NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "complex": complex}
 _TORCH_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-
-
-def dtype_called(name: str) -> torch.dtype:
-    """``torch.float32`` for ``"float32"``."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"there is no dtype {name!r}")
-    return found
 
 
 def device_function_called(name: str) -> Maker:

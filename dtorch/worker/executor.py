@@ -20,10 +20,11 @@ from ..engine import protocol
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, decode, is_partial
 from ..program.ir import Op, Program, Reshard
+from ..raw import dtype_called, dtype_name, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.transfer import Transfer
 from .assemble import cut
-from .bindings import Site, dtype_called, planner_of
+from .bindings import Site, planner_of
 from .damage import live_bytes, poison_aliases, storage_id, written_inputs
 from .lower import (
     FILENAME,
@@ -348,7 +349,7 @@ class Executor:
         if isinstance(tensor, Poison):
             self._reply_poison(token, tensor)
         elif landing is None:
-            self._reply(token, bytes_of(tensor))
+            self._reply(token, to_bytes(tensor))
         else:
             if tensor.numel():
                 box = local_box(placements, mesh.shape, coordinate, shape)
@@ -365,7 +366,7 @@ class Executor:
             if isinstance(tensor, Poison):
                 self._reply_poison(token, tensor)
                 return
-            found.append([list(tensor.shape), list(tensor.stride()), dtype_name_of(tensor)])
+            found.append([list(tensor.shape), list(tensor.stride()), dtype_name(tensor.dtype)])
         self._reply(token, found)
 
     def _shards(self, command: list) -> None:
@@ -376,7 +377,7 @@ class Executor:
         if isinstance(tensor, Poison):
             self._reply_poison(token, tensor)
         else:
-            self._reply(token, [list(tensor.shape), dtype_name_of(tensor), bytes_of(tensor)])
+            self._reply(token, [list(tensor.shape), dtype_name(tensor.dtype), to_bytes(tensor)])
 
 
 _REPLYING = (protocol.GET, protocol.DESCRIBE, protocol.SYNC, protocol.STATS, protocol.SHARDS)
@@ -391,16 +392,6 @@ def mesh_of(command: list) -> DeviceMesh:
 def torch_device(device_type: str, device: int) -> torch.device:
     """Where the tensors of device ``device`` of a mesh live."""
     return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, device)
-
-
-def dtype_name_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of the contiguous tensor equal to ``tensor``."""
-    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _where(error: Exception, code: Code | None) -> tuple[int, dict[str, Any]]:

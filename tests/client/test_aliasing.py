@@ -65,7 +65,7 @@ def cases(draw: Any) -> tuple[str, list[Any], tuple[int, ...], list[tuple[str, i
 
 @hypothesis.given(case=cases())
 @hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 def test_sequences_of_views_and_writes(case: Any) -> None:
     mesh, where, shape, steps = case
