@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..engine.channel import WorkerChannel
-from ..engine.protocol import READY
+from ..engine.protocol import IMPORT, READY
 from .comm.arena import CLIENT, Region
 from .comm.control import Control
 from .comm.shared import SharedMemory
@@ -59,36 +59,37 @@ def main(
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
-    for name in imports:
-        importlib.import_module(name)
     channel = WorkerChannel(address, batch)
     events: list[list] = []
     control = Control(fd, devices)
     executor = Executor(device, events.append, SharedBlobs(fd))
     communicator = SharedMemory(fd, control, device)
+    for name in imports:
+        importlib.import_module(name)  # a module that cannot be imported ends the worker, with its traceback
+        executor.run([IMPORT, name], sequence)
     control.ran(device, sequence)
     channel.send([[READY, device, os.getpid()]])
+    torch.set_grad_enabled(False)
     run, ran = executor.run, control.ran
-    with torch.inference_mode():
-        while True:
-            for command in channel.receive():
-                steps = run(command, sequence)
-                if steps is not None:
-                    _drive(steps, communicator)
-                sequence += 1
-                if events:
-                    channel.send(events)
-                    events.clear()
-                ran(device, sequence)
+    while True:
+        for command in channel.receive():
+            steps = run(command, sequence)
+            if steps is not None:
+                _drive(steps, communicator, sequence)
+            sequence += 1
+            if events:
+                channel.send(events)
+                events.clear()
+            ran(device, sequence)
 
 
-def _drive(steps: Steps, communicator: SharedMemory) -> None:
+def _drive(steps: Steps, communicator: SharedMemory, sequence: int) -> None:
     """Run a command that communicates to its end."""
     try:
         request = next(steps)
         while True:
             try:
-                result = communicator.transfer(*request)
+                result = communicator.transfer(*request, sequence)
             except Exception as error:  # say, no memory for the result: the command's failure, not the worker's
                 request = steps.throw(error)
             else:

@@ -14,7 +14,7 @@ from dtorch.mesh import DeviceMesh
 from dtorch.placement import PARTIAL, PlacementList, partial, shard
 from dtorch.placement import REPLICATE as R
 from dtorch.sharding.layout import local_box
-from dtorch.sharding.transfer import steps
+from dtorch.sharding.transfer import Transfer, steps
 from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
 from dtorch.worker.comm.shared import SharedMemory
@@ -58,6 +58,12 @@ def _status(pid: int, seconds: float) -> int:
     finally:
         os.close(fd)
     return os.waitpid(pid, 0)[1]
+
+
+def exchange(
+    communicator: SharedMemory, step: Transfer, value: torch.Tensor | Poison | None
+) -> torch.Tensor | Poison | None:
+    return communicator.transfer(step, value, sequence=5)
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -133,7 +139,7 @@ def test_every_transfer_gives_what_plain_torch_gives() -> None:
                 tensor = whole(shape, dtype, seed=number)
                 value = split(source_mesh, before, tensor, device)
                 for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
-                    value = communicator.transfer(step, value)
+                    value = exchange(communicator, step, value)
                 if target_mesh.coordinate(device) is None:
                     assert value is None
                     continue
@@ -149,7 +155,7 @@ def test_many_collectives_in_a_row_reuse_the_same_memory() -> None:
     def work(device: int, communicator: SharedMemory) -> None:
         (step,) = steps(PAIR, PlacementList([PARTIAL]), PAIR, PlacementList([R]), (256,), torch.float32, device)
         for number in range(3000):
-            result = communicator.transfer(step, torch.full((256,), float(number * (device + 1))))
+            result = exchange(communicator, step, torch.full((256,), float(number * (device + 1))))
             assert result[0] == result[255] == 3.0 * number
         assert communicator._arena._end <= (CREDIT + 2) * 4096
 
@@ -163,7 +169,7 @@ def test_large_tensors_and_strided_ones() -> None:
         (step,) = steps(PAIR, PlacementList([shard(0)]), PAIR, PlacementList([shard(1)]), shape, torch.float32, device)
         for _ in range(2):
             local = tensor.chunk(2, 0)[device]
-            assert torch.equal(communicator.transfer(step, local), tensor.chunk(2, 1)[device])
+            assert torch.equal(exchange(communicator, step, local), tensor.chunk(2, 1)[device])
 
     run_forked([0, 1], work)
 
@@ -177,14 +183,14 @@ def test_a_send_needs_no_reader_within_the_credit() -> None:
         )  # fmt: skip
         if device == 0:
             for number in range(CREDIT):
-                communicator.transfer(step, torch.full((3,), float(number)))
+                exchange(communicator, step, torch.full((3,), float(number)))
             os.write(go, b"x")  # not reached if a send waited for device 1, which waits for this
             for number in range(CREDIT, 40):
-                communicator.transfer(step, torch.full((3,), float(number)))
+                exchange(communicator, step, torch.full((3,), float(number)))
         else:
             assert os.read(ready, 1) == b"x"
             for number in range(40):
-                assert torch.equal(communicator.transfer(step, None), torch.full((3,), float(number)))
+                assert torch.equal(exchange(communicator, step, None), torch.full((3,), float(number)))
 
     run_forked([0, 1], work)
     os.close(ready)
@@ -196,10 +202,24 @@ def test_poison_travels_with_the_value() -> None:
 
     def work(device: int, communicator: SharedMemory) -> None:
         (step,) = steps(LINE, PlacementList([PARTIAL]), LINE, PlacementList([R]), (8,), torch.float32, device)
-        assert communicator.transfer(step, poison if device == 1 else torch.ones(8)) == poison
-        assert torch.equal(communicator.transfer(step, torch.ones(8)), torch.full((8,), 3.0))
+        assert exchange(communicator, step, poison if device == 1 else torch.ones(8)) == poison
+        assert torch.equal(exchange(communicator, step, torch.ones(8)), torch.full((8,), 3.0))
 
     run_forked([0, 1, 2], work)
+
+
+def test_what_cannot_be_sent_poisons_only_the_receivers_result() -> None:
+    shape = (1,) * 40
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        (step,) = steps(PAIR, PlacementList([PARTIAL]), PAIR, PlacementList([R]), shape, torch.float32, device)
+        if device == 0:
+            with pytest.raises(ValueError, match="40 dims"):
+                exchange(communicator, step, torch.ones(shape))
+        else:
+            assert exchange(communicator, step, Poison((9, 9))) == Poison((0, 5))
+
+    run_forked([0, 1], work)
 
 
 def test_poison_reaches_only_those_who_read_it() -> None:
@@ -207,7 +227,7 @@ def test_poison_reaches_only_those_who_read_it() -> None:
 
     def work(device: int, communicator: SharedMemory) -> None:
         (step,) = steps(PAIR, PlacementList([shard(0)]), OTHER, PlacementList([shard(0)]), (4,), torch.float32, device)
-        result = communicator.transfer(step, {0: torch.ones(2), 1: poison}.get(device))
+        result = exchange(communicator, step, {0: torch.ones(2), 1: poison}.get(device))
         if device == 2:
             assert torch.equal(result, torch.ones(2))
         if device == 3:
@@ -242,7 +262,7 @@ def test_any_number_of_dims(ndim: int) -> None:
     def work(device: int, communicator: SharedMemory) -> None:
         shape = (1,) * ndim
         (step,) = steps(PAIR, PlacementList([PARTIAL]), PAIR, PlacementList([R]), shape, torch.float32, device)
-        result = communicator.transfer(step, torch.full(shape, float(device + 1)))
+        result = exchange(communicator, step, torch.full(shape, float(device + 1)))
         assert torch.equal(result, torch.full(shape, 3.0))
 
     run_forked([0, 1], work)

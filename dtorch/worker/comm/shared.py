@@ -45,15 +45,20 @@ class SharedMemory:
         # What others have yet to read: (offset, bytes, [(reader, departure word, number)])
         self._published: list[tuple[int, int, list[tuple[int, int, int]]]] = []
 
-    def transfer(self, transfer: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
-        """This device's part of ``transfer``, of which it holds ``value``: the result, None if it gets none."""
+    def transfer(
+        self, transfer: Transfer, value: torch.Tensor | Poison | None, sequence: int
+    ) -> torch.Tensor | Poison | None:
+        """This device's part of ``transfer``, of which it holds ``value``: the result, None if it gets none.
+
+        An error that it raises is this device's alone: the others get the `Poison` of command ``sequence``.
+        """
         me, counts, control = self._device, self._counts, self._control
         peers = [device for device in transfer.group if device != me]
         for peer in peers:
             counts[peer] = counts.get(peer, 0) + 1
-        if transfer.publishes:
-            self._publish(peers, value)
         try:
+            if transfer.publishes:
+                self._publish(peers, value, Poison((me, sequence)))
             return self._collect(transfer, value)
         finally:
             # Also after a failure: nothing more will be read.
@@ -61,27 +66,28 @@ class SharedMemory:
                 control.words[control.departure(me, peer)] = counts[peer]
             control.announce(me)
 
-    def _publish(self, peers: list[int], value: torch.Tensor | Poison | None) -> None:
-        me, counts, control = self._device, self._counts, self._control
-        readers = [(peer, control.departure(peer, me), counts[peer]) for peer in peers]
+    def _publish(self, peers: list[int], value: torch.Tensor | Poison | None, failure: Poison) -> None:
+        """Let ``peers`` read ``value``, or ``failure`` if that fails."""
+        control, me = self._control, self._device
+        readers = [(peer, control.departure(peer, me), self._counts[peer]) for peer in peers]
         for peer, word, number in readers:
             control.wait(peer, word, number - CREDIT)
-        if isinstance(value, torch.Tensor):
-            if value.ndim > _MAX_DIMS:
-                raise NotImplementedError(
-                    f"dtorch cannot transfer a tensor of more than {_MAX_DIMS} dims, got {value.ndim}"
-                )
-            entry = array("q", [self._copy_in(value, readers), -1, 0, value.ndim, *value.shape])
-        elif isinstance(value, Poison):
-            entry = array("q", [0, *value.origin, 0])
-        else:
-            raise AssertionError(f"device {me} must publish a value that it does not hold")
-        words = control.words
-        for peer in peers:
-            at = control.entry(me, peer, counts[peer])
-            words[at + 1 : at + 1 + len(entry)] = entry  # type: ignore[assignment]
-            words[at] = counts[peer]
-        control.announce(me)
+        entry = array("q", [0, *failure.origin, 0])
+        try:
+            if isinstance(value, Poison):
+                entry = array("q", [0, *value.origin, 0])
+            elif value is None or value.ndim > _MAX_DIMS:
+                what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
+                raise ValueError(f"device {me} cannot send {what}; the limit is {_MAX_DIMS} dims")
+            else:
+                entry = array("q", [self._copy_in(value, readers), -1, 0, value.ndim, *value.shape])
+        finally:
+            words = control.words
+            for peer, _, number in readers:
+                at = control.entry(me, peer, number)
+                words[at + 1 : at + 1 + len(entry)] = entry  # type: ignore[assignment]
+                words[at] = number
+            control.announce(me)
 
     def _copy_in(self, value: torch.Tensor, readers: list[tuple[int, int, int]]) -> int:
         """Copy ``value`` into a block of the arena, and have it freed when all have read it; its offset."""
@@ -105,7 +111,7 @@ class SharedMemory:
             waiting -= size
         self._published = still
         offset = self._arena.allocate(nbytes)
-        still.append((offset, nbytes, readers))
+        still.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
         self._arena.region.view(offset, tuple(value.shape), value.dtype).copy_(value)
         return offset
 
