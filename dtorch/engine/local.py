@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -122,7 +123,8 @@ class LocalEngine:
         self._control = Control(self._fd, self._devices)
         self._control.wake_client_at(None)
         self._staging = Staging(self._fd, self._done, self._wait_until)
-        self._channel = ClientChannel(opened["directory"])
+        self._directory = opened["directory"]
+        self._channel = ClientChannel(self._directory)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._receive, name="dtorch-events", daemon=True)
         self._zygote = parent
@@ -294,6 +296,7 @@ class LocalEngine:
             zygote.give_back(parent)
         else:
             parent.stop()
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._channel.close()
         os.close(self._wake)
         os.close(self._fd)

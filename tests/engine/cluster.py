@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -145,6 +145,15 @@ def until(true: Callable[[], Any], seconds: float, step: float = 0.02) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(step)
+    return True
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Whether none of these processes lives; one that its parent has yet to collect is dead."""
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] not in ("Z", "X"):
+                return False
     return True
 
 

@@ -22,7 +22,7 @@ from dtorch.errors import DeviceUnavailable, DTorchError, WorkerLost
 from dtorch.placement import PARTIAL, shard
 from dtorch.placement import REPLICATE as R
 
-from .cluster import Cluster, children, running, until
+from .cluster import Cluster, children, gone, running, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
@@ -151,7 +151,7 @@ def lose(cluster: Cluster, pid: int) -> WorkerLost:
     cluster.engine.wait_behind(0)  # returns
     pids = [*cluster.engine.pids.values()]
     cluster.engine.close()
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert gone(pids)
     return error
 
 
@@ -213,7 +213,11 @@ def test_the_zygote_killed(cluster: Cluster) -> None:
     pids = [*cluster.engine.pids.values()]
     os.kill(cluster.engine._zygote.process.pid, signal.SIGKILL)
     assert "starts workers" in str(cluster.lost.get(timeout=LOST_SECONDS))
-    assert until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), LOST_SECONDS)
+    assert until(lambda: gone(pids), LOST_SECONDS)
+    directory = cluster.engine._directory
+    assert os.path.exists(directory)
+    cluster.engine.close()
+    assert not os.path.exists(directory)
 
 
 def test_a_stopped_worker_is_unresponsive_not_dead(cluster: Cluster, monkeypatch, caplog) -> None:
@@ -291,7 +295,7 @@ def test_nothing_is_left_when_the_client_ends(end: str) -> None:
     process.stdin.flush()
     process.wait(10)
     assert process.returncode != 0
-    assert until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), LOST_SECONDS)
+    assert until(lambda: gone(pids), LOST_SECONDS)
     assert until(lambda: directories() <= before, LOST_SECONDS)
     finish(process)
 
@@ -307,7 +311,7 @@ def test_a_client_killed_while_the_zygote_imports_torch() -> None:
     assert len(pids) == 1
     process.kill()
     process.communicate()
-    assert until(lambda: not os.path.exists(f"/proc/{pids[0]}"), LOST_SECONDS)
+    assert until(lambda: gone(pids), LOST_SECONDS)
 
 
 def test_close_leaves_no_process_file_or_descriptor() -> None:
@@ -332,7 +336,7 @@ def test_close_leaves_no_process_file_or_descriptor() -> None:
     count = descriptors()
     once()
     assert until(lambda: descriptors() <= count, 2)
-    assert until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 2)
+    assert until(lambda: gone(pids), 2)
     assert until(lambda: directories() <= before, 2)
 
 
@@ -417,7 +421,7 @@ def test_a_forked_child_gets_a_clear_error_and_harms_nobody() -> None:
     pids = [pid for pid in children(process.pid) if pid != orphan]
     process.wait(10)
     # The child that lives on does not keep the workers.
-    assert until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), LOST_SECONDS)
+    assert until(lambda: gone(pids), LOST_SECONDS)
     os.kill(orphan, signal.SIGKILL)
     finish(process)
 
