@@ -57,20 +57,9 @@ def make(plain: torch.Tensor, root: HostRoot | None = None) -> Tensor:
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op among uncommitted and plain tensors on the client."""
     ours: list[Tensor] = []
-
-    def strip(value: Any) -> Any:
-        if type(value) is Tensor:
-            if value._host.root.joined is not None:
-                raise _Joined
-            ours.append(value)
-            return value._host.plain
-        if isinstance(value, (list, tuple)):
-            return [strip(item) for item in value]
-        return value
-
     try:
-        plain_args = [strip(a) for a in args]
-        plain_kwargs = {name: strip(v) for name, v in kwargs.items()}
+        plain_args = [_strip(a, ours) for a in args]
+        plain_kwargs = {name: _strip(v, ours) for name, v in kwargs.items()}
     except _Joined:  # a view of a tensor that joined a mesh: it is there too
         mesh = _joined_mesh(args, kwargs)
         args, kwargs = place(info, args, kwargs, mesh)
@@ -81,22 +70,40 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain_kwargs["device"] = torch_internals.CPU
     with torch_internals.without_dispatch():
         result = info.op(*plain_args, **plain_kwargs)
-    by_plain = {id(t._host.plain): t for t in ours}
-    roots = {t._host.plain.untyped_storage()._cdata: t._host.root for t in ours}
+    return _wrap(result, ours)
 
-    def wrap(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            same = by_plain.get(id(value))
-            if same is not None:
-                return same
-            return make(value, roots.get(value.untyped_storage()._cdata) if value.layout == torch.strided else None)
-        if isinstance(value, list):
-            return [wrap(item) for item in value]
-        if isinstance(value, tuple):
-            return tuple([wrap(item) for item in value])
-        return value
 
-    return wrap(result)
+# Plain functions, not closures that call themselves: those would keep the tensors alive until a garbage collection.
+def _strip(value: Any, ours: list[Tensor]) -> Any:
+    """The plain tensors of uncommitted ones, which are collected in ``ours``."""
+    if type(value) is Tensor:
+        if value._host.root.joined is not None:
+            raise _Joined
+        ours.append(value)
+        return value._host.plain
+    if isinstance(value, (list, tuple)):
+        return [_strip(item, ours) for item in value]
+    return value
+
+
+def _wrap(value: Any, ours: list[Tensor]) -> Any:
+    """Uncommitted tensors for plain results; an in-place op's own, and the root of what a view shares memory with."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return value
+        for tensor in ours:
+            if tensor._host.plain is value:
+                return tensor
+        storage = value.untyped_storage()._cdata
+        for tensor in ours:
+            if tensor._host.plain.untyped_storage()._cdata == storage:
+                return make(value, tensor._host.root)
+        return make(value)
+    if isinstance(value, list):
+        return [_wrap(item, ours) for item in value]
+    if isinstance(value, tuple):
+        return tuple([_wrap(item, ours) for item in value])
+    return value
 
 
 class _Joined(Exception):

@@ -1,4 +1,4 @@
-"""``dtorch::redistribute``, an op of its own, so that it has a gradient and a vmap rule and works inside ``torch.func``."""
+"""``dtorch::redistribute``, an op of its own with a gradient and a vmap rule, so that it works inside ``torch.func``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..mesh import DeviceMesh
 from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard, normalize, shard
 from ..sharding.plan import Builder
 from ..sharding.spec import Spec, intern_mesh
+from . import torch_internals
 from .values import FREED, Value, next_value_id
 
 #: Targets by number: the op's schema can carry an int, but not a mesh.
@@ -27,33 +28,38 @@ def target_number(mesh: DeviceMesh, placements: PlacementList) -> int:
 
 
 @torch.library.custom_op("dtorch::redistribute", mutates_args=())
-def redistribute_op(x: torch.Tensor, target: int) -> torch.Tensor:
+def _op(x: torch.Tensor, target: int) -> torch.Tensor:
     raise TypeError("redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch or dtorch.distribute_tensor")
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _ = inputs
-    ctx.back = None
-    spec = getattr(x, "_spec", None)
-    if spec is not None:
+class _Redistribute(torch.autograd.Function):
+    """The gradient and the vmap rule of the op. (``torch.library.register_autograd`` does not work under ``torch.func``.)"""
+
+    @staticmethod
+    def forward(x: torch.Tensor, target: int) -> torch.Tensor:
+        return torch.ops.dtorch.redistribute.default(x, target)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        spec = getattr(torch_internals.innermost(inputs[0]), "_spec", None)
         # The gradient of a pending sum is the same for every addend.
-        placements = PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
-        ctx.back = target_number(spec.mesh, placements)
+        ctx.back = None
+        if spec is not None:
+            ctx.back = target_number(spec.mesh, PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements))
 
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (grad if ctx.back is None else apply(grad, ctx.back)), None
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return (grad if ctx.back is None else apply(grad, ctx.back)), None
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+        return tangent
 
-
-redistribute_op.register_autograd(_backward, setup_context=_setup)
-
-
-@redistribute_op.register_vmap
-def _vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, target: int) -> tuple[torch.Tensor, int]:
-    mesh, placements = _TARGETS[target]
-    x = x.movedim(in_dims[0], 0)
-    moved = PlacementList(shard(p.dim + 1) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
-    return apply(x, target_number(mesh, moved)), 0
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, target: int) -> tuple[torch.Tensor, int]:
+        mesh, placements = _TARGETS[target]
+        moved = PlacementList(shard(p.dim + 1) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+        return apply(x.movedim(in_dims[0], 0), target_number(mesh, moved)), 0
 
 
 def apply(x: torch.Tensor, target: int) -> torch.Tensor:
@@ -63,7 +69,7 @@ def apply(x: torch.Tensor, target: int) -> torch.Tensor:
         mesh, placements = _TARGETS[target]
         if spec.mesh is intern_mesh(mesh) and spec.placements == placements:
             return x
-    return torch.ops.dtorch.redistribute.default(x, target)
+    return _Redistribute.apply(x, target)
 
 
 def redistribute(x: Any, mesh: DeviceMesh, placements: list[Placement] | tuple[Placement, ...]) -> Any:

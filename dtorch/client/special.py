@@ -114,6 +114,11 @@ def equal(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(torch.ops.aten.eq.Tensor(a, b).all())
 
 
+def allclose(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """As torch composes it; its own kernel returns a Python bool, which workers cannot."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
 def is_same_size(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return args[0].shape == args[1].shape
 
@@ -227,6 +232,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.lift_fresh.default: same_handle,
     aten._local_scalar_dense.default: item,
     aten.equal.default: equal,
+    aten.allclose.default: allclose,
     aten.is_same_size.default: is_same_size,
     aten.is_pinned.default: is_pinned,
     aten.resize_.default: refuse_resize,

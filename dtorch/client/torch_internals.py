@@ -78,6 +78,7 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
     def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         return target.copy_(source)
 
+    _autocast_as_cpu()
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("empty.memory_format", empty, "PrivateUse1")
     _library.impl("empty_strided", empty_strided, "PrivateUse1")
@@ -105,3 +106,27 @@ def format_values(plain: torch.Tensor, indent: int) -> str:
 def without_dispatch() -> Any:
     """A context in which ops on our host-backed tensors run as on plain ones."""
     return torch._C._DisableTorchDispatch()
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of ``torch.func``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _autocast_as_cpu() -> None:
+    """``torch.autocast(x.device.type)`` means the autocast of handles, which to torch's dispatcher are cpu tensors.
+
+    ``torch.autocast`` reaches the dispatcher through these functions of the ``torch`` module alone.
+    """
+
+    def translated(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            return function(*["cpu" if arg == BACKEND else arg for arg in args])
+
+        call.__name__ = function.__name__
+        return call
+
+    for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
+        setattr(torch, name, translated(getattr(torch, name)))

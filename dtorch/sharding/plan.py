@@ -294,14 +294,14 @@ def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slo
             None if out is None or i in returned or len(out.shape) < 2 else stride_order(out.shape, out.stride)
             for i, out in enumerate(call.outputs)
         ]
-        builder.body.append(Op(info.name, args, kwargs, outs, [] if info.is_view else orders))
+        builder.body.append(Op(info.name, args, kwargs, list(outs), [] if info.is_view else orders))
     else:
         builder.body.append(
             Local(
                 decision.local,
                 args,
                 kwargs,
-                outs,
+                list(outs),
                 [builder.layout(p, t.shape) for p, t in zip(decision.inputs, call.inputs, strict=True)],
                 [builder.layout(p, t.shape) for p, t in zip(decision.outputs, call.outputs, strict=True) if p is not None],
             )
