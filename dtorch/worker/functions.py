@@ -27,3 +27,50 @@ def slice_write(
         index[dim] = slice(None, None, step)
         part[tuple(index)].copy_(source.narrow(dim, first, count))
     return ()
+
+
+@device_function("dtorch.full")
+def full(here: Here, value: complex, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(here.output_shape(), value, dtype=dtype, device=here.device)
+
+
+@device_function("dtorch.arange")
+def arange(here: Here, start: float, step: float, dtype: torch.dtype) -> torch.Tensor:
+    """This device's part of ``torch.arange``; its length is the layout's."""
+    ((low, high),) = here.output_box()
+    if not dtype.is_floating_point:
+        return torch.arange(high - low, dtype=dtype, device=here.device).mul_(step).add_(start + low * step)
+    # torch steps from the start of each vector, so the last bit of a value depends on what stands before it: make it all.
+    (length,) = here.outputs[0][1]
+    whole = (
+        torch.arange(start, start + step * (length - 0.5), step, dtype=dtype) if length else torch.empty(0, dtype=dtype)
+    )
+    return whole[low:high].to(here.device, copy=True)
+
+
+@device_function("dtorch.linspace")
+def linspace(here: Here, start: float, end: float, dtype: torch.dtype) -> torch.Tensor:
+    """This device's part of ``torch.linspace``; the number of steps is the layout's length."""
+    ((low, high),) = here.output_box()
+    return torch.linspace(start, end, here.outputs[0][1][0], dtype=dtype)[low:high].to(here.device, copy=True)
+
+
+@device_function("dtorch.eye")
+def eye(here: Here, dtype: torch.dtype) -> torch.Tensor:
+    rows, columns = (torch.arange(low, high, device=here.device) for low, high in here.output_box())
+    return (rows[:, None] == columns).to(dtype)
+
+
+@device_function("dtorch.tril")
+def tril(here: Here, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    return torch.tril(x, _local_diagonal(here, diagonal))
+
+
+@device_function("dtorch.triu")
+def triu(here: Here, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    return torch.triu(x, _local_diagonal(here, diagonal))
+
+
+def _local_diagonal(here: Here, diagonal: int) -> int:
+    (row, _), (column, _) = here.input_box(0)[-2:]
+    return diagonal + row - column
