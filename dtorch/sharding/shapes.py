@@ -70,6 +70,11 @@ def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
             return _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
     except NotImplementedError:
         return _by_fake(op, args, kwargs)
+    except RuntimeError as error:
+        # A composite that reads a value: torch says so in a plain RuntimeError (2.13, meta_local_scalar_dense).
+        if "cannot be called on meta tensors" in str(error):
+            raise DataDependent(str(op)) from error
+        raise
 
 
 def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
