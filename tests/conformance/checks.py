@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ class Grid:
     checks: tuple[str, ...]
     sample_limit: int = 4
     dtypes: tuple[str, ...] = ()
+    trace: bool = False
+    """Print the traceback of everything that raises."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +78,19 @@ def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
                 with _time_limit(), _seeded():
                     got = _bring(adapter, check.body(_Placer(adapter, shape, layout, variant)))
             except Exception as error:
+                if grid.trace:
+                    print(
+                        f"--- {check.outcome('raised', mesh, variant).where()}: {_short(placed)} {layout}\n{traceback.format_exc()}"
+                    )
                 adapter.recover()
                 yield check.outcome("raised", mesh, variant, first_line(error))
                 continue
             found = difference(expected, got, exact=exact, values=values, floor=check.floor)
             yield check.outcome(*(found[0], mesh, variant, found[1]) if found else ("ok", mesh, variant))
+
+
+def _short(tensors: list[torch.Tensor]) -> str:
+    return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
 
 
 def first_line(error: BaseException) -> str:

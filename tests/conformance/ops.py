@@ -99,7 +99,7 @@ def _body(op: Any, kind: str, sample: Sample) -> Body | None:
 
 def _forward(op: Any, mode: Callable, sample: Sample, place: Any) -> Any:
     args, kwargs = arguments(sample, place)
-    is_factory = not sample.tensors() and getattr(torch, op.name, None) is op.op
+    is_factory = not sample.tensors() and "device" in kwargs and getattr(torch, op.name, None) is op.op
     with mode():
         return (place.factory(op.op) if is_factory else op.op)(*args, **kwargs)
 
@@ -116,10 +116,16 @@ def _backward(op: Any, sample: Sample, place: Place) -> Any:
 
 def _inplace(variant: Callable, sample: Sample, place: Any) -> Any:
     args, kwargs = arguments(sample, place)
-    target, before = args[0], place.layout_of(args[0])
+    target, before, shown = args[0], place.layout_of(args[0]), _geometry(args[0])
     with torch.no_grad():
         returned = variant(*args, **kwargs)
-    return returned, target, "placements kept" if place.layout_of(target) == before else "placements changed"
+    # An op like transpose_ turns the handle itself; any other writes where the values are.
+    kept = place.layout_of(target) == before or _geometry(target) != shown
+    return returned, target, "placements kept" if kept else "placements changed"
+
+
+def _geometry(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _out(op: Any, sample: Sample, place: Place) -> Any:

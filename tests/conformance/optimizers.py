@@ -16,6 +16,8 @@ from .samples import seed
 STEPS = 3
 SHAPES = ((6, 5), (5, 4), (7,), (3, 2, 4))
 VARIANTS = ("replicate", "first", "last", "mixed")
+LINE_SEARCH = (1e-3, 1e-3)
+"""For optimizers that stop when a change is small enough: the last bit of a sum decides after how many steps."""
 
 
 def database() -> list[Any]:
@@ -70,6 +72,7 @@ def _body(info: Any, options: dict[str, Any]) -> Body:
             return loss
 
         losses = [optimizer.step(closure).detach() for _ in range(STEPS)]
-        return losses, [p.detach() for p in parameters], optimizer.state_dict()["state"]
+        state = None if info.step_requires_closure else optimizer.state_dict()["state"]
+        return losses, [p.detach() for p in parameters], state
 
     return call
