@@ -229,6 +229,8 @@ blackman_window = _factory("blackman_window")
 bartlett_window = _factory("bartlett_window")
 kaiser_window = _factory("kaiser_window")
 empty_strided = _factory("empty_strided")
+empty_permuted = _factory("empty_permuted")
+scalar_tensor = _factory("scalar_tensor")
 
 
 def _like(name: str) -> Any:

@@ -87,7 +87,7 @@ def _write_view(builder: Builder, copy: Copy, plan: Plan) -> None:
     spec = copy.parent_spec
     there = spec.with_placements(plan.decision.inputs[0])
     whole = builder.reshard(0, spec, there)
-    outs = write_op(builder, copy.info, plan.call, plan.decision, [whole])
+    outs = write_op(builder, copy.info, plan.call, plan.decision, [whole], copy.info.name)
     builder.op("aten.copy_.default", [Slot(outs[copy.output]), Slot(1)], [-1])
     back = builder.reshard(whole, there, spec)
     builder.op("aten.copy_.default", [Slot(0), Slot(back)], [-1])

@@ -205,7 +205,11 @@ def execute(
                     fresh = Value(number)
                 else:
                     fresh = aliasing.view_value(number, spec, plan, i, info, tensors[alias], args, kwargs)
-                results.append(wrap(spec, fresh))
+                if alias is not None and torch.is_inference_mode_enabled() and not tensors[alias].is_inference():
+                    with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
+                        results.append(wrap(spec, fresh))
+                else:
+                    results.append(wrap(spec, fresh))
         command += numbers
         command += plan.operands
         controller.history.note(controller.sequence + (1 if FREED else 0), info.name)

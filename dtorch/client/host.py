@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList
+from ..placement import REPLICATE, PlacementList, is_shard, shard
+from ..sharding.plan import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
 from . import torch_internals
@@ -215,8 +216,17 @@ def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList
         plain = tensor.detach()
         if plain.device.type != "cpu":
             plain = plain.cpu()
-        spec = Spec.of(mesh, placements or replicated(mesh), plain.shape, None, plain.dtype)
-        return dispatch.wrap(spec, runtime.controller().put(plain, spec))
+        placements = placements or replicated(mesh)
+        order = stride_order(tuple(plain.shape), plain.stride())
+        if plain.is_contiguous() or not plain.permute(order).is_contiguous():
+            spec = Spec.of(mesh, placements, plain.shape, None, plain.dtype)
+            return dispatch.wrap(spec, runtime.controller().put(plain, spec))
+        # Dense in another order of dims: strides are kept, as torch keeps them.
+        plain = plain.permute(order)
+        moved = PlacementList(shard(order.index(p.dim)) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+        spec = Spec.of(mesh, moved, plain.shape, None, plain.dtype)
+        made = dispatch.wrap(spec, runtime.controller().put(plain, spec))
+        return made.permute([order.index(dim) for dim in range(len(order))]).detach()  # type: ignore[return-value]
 
 
 def check_dense(tensor: torch.Tensor) -> None:

@@ -167,7 +167,7 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     mesh, like = None, None
     writes: list[tuple[Tensor, torch.Tensor]] = []
 
-    def fetch(value: Any) -> Any:
+    def fetch(name: str, value: Any) -> Any:
         nonlocal mesh, like
         if type(value) is Tensor:
             spec = value._spec
@@ -176,15 +176,16 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
             if not fills:
                 plain.copy_(value.to_torch())
-            if info.is_mutable:
+            if info.by_name[name].is_write:
                 writes.append((value, plain))
             return plain
         return value
 
-    result = info.op(*[fetch(a) for a in args], **{name: fetch(v) for name, v in kwargs.items() if name != "device"})
+    named = [fetch(info.arguments[i].name, a) for i, a in enumerate(args)]
+    result = info.op(*named, **{name: fetch(name, v) for name, v in kwargs.items() if name != "device"})
+    for tensor, plain in writes:
+        aten.copy_.default(tensor, host.from_plain(plain, mesh, settled(tensor._spec)))
     if info.returned_inputs:
-        for tensor, plain in writes[:1] if fills else writes:
-            aten.copy_.default(tensor, host.from_plain(plain, mesh, settled(tensor._spec)))
         return args[0]
 
     def place(value: Any) -> Any:

@@ -180,23 +180,29 @@ def run_out(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return host.run(info, args, kwargs)
     names = [a.name for a in info.outs]
     outs = {name: kwargs[name] for name in names if name in kwargs}
-    rest = {name: value for name, value in kwargs.items() if name not in outs}
+    flat = tensors_in(outs)
+    if not any(type(out) is Tensor for out in flat):
+        raise TypeError(
+            f"{info.name}: out= is a plain torch.Tensor but the inputs are dtorch tensors; "
+            "make it with dtorch.from_torch(t, device_mesh=..., placements=...)"
+        )
     functional = _functional(info)
-    for name, out in outs.items():
-        if isinstance(out, torch.Tensor) and type(out) is not Tensor:
-            raise TypeError(
-                f"{info.name}: {name}= is a plain torch.Tensor but the inputs are dtorch tensors; make it with dtorch.from_torch(t, device_mesh=..., placements=...)"
-            )
-    result = functional(*args, **rest)
-    results = [result] if isinstance(result, torch.Tensor) else list(result)
-    flat = [t for out in outs.values() for t in (out if isinstance(out, (list, tuple)) else [out])]
-    for out, value in zip(flat, results, strict=True):
+    if functional is None:
+        return NotImplemented
+    result = functional(*args, **{name: value for name, value in kwargs.items() if name not in outs})
+    for out, value in zip(flat, [result] if isinstance(result, torch.Tensor) else list(result), strict=True):
         _store(info, out, value)
+    if info.structure == "none":
+        return None
     values = list(outs.values())
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _store(info: Any, out: Tensor, value: Any) -> None:
+def _store(info: Any, out: Any, value: Any) -> None:
+    if type(out) is not Tensor:  # a temporary of torch's own beside an output of ours
+        plain = value.to_torch()
+        out.resize_(plain.shape).copy_(plain)
+        return
     if not torch.can_cast(value.dtype, out.dtype):
         raise RuntimeError(f"result type {_scalar_name(value.dtype)} can't be cast to the desired output type {_scalar_name(out.dtype)}")
     if out.shape == value.shape:
@@ -216,14 +222,14 @@ def _scalar_name(dtype: torch.dtype) -> str:
 
 
 def _functional(info: Any) -> Any:
-    """The overload that takes the same arguments without ``out=``."""
+    """The overload that takes the same arguments without ``out=``; None if there is none."""
     packet = info.op.overloadpacket
     wanted = [(a.name, str(a.type)) for a in info.op._schema.arguments if not a.is_out]
     for name in packet.overloads():
         overload = getattr(packet, name)
         if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted:
             return overload
-    raise NotImplementedError(f"{info.name} has no form without out= that dtorch could run; call the op without out=")
+    return None
 
 
 HANDLERS: dict[Any, Handler] = {

@@ -251,7 +251,7 @@ def write_plan(
             target = spec.with_placements(placements)
             moves.append((spec, target))
             slots.append(builder.reshard(index, spec, target))
-    outs = write_op(builder, info, call, decision, slots)
+    outs = write_op(builder, info, call, decision, slots, info.physical or info.name)
     for index in writes:
         if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
             spec = specs[index]
@@ -261,7 +261,7 @@ def write_plan(
     returned = info.returned_inputs
     kept = [slot for slot in outs if slot >= 0]
     aliases = tuple(info.alias_of(i, call.args, call.kwargs) for i in range(len(call.outputs)))
-    detached = any(a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned)
+    detached = info.physical is not None or any(a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned)
     nbytes = sum(spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned)
     return Plan(
         builder.program(info.name, kept),
@@ -279,8 +279,10 @@ def write_plan(
     )
 
 
-def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int]) -> list[int]:
-    """Write the op itself, on inputs in ``slots`` that are where ``decision`` wants them; the slots of its outputs."""
+def write_op(
+    builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int], name: str
+) -> list[int]:
+    """Write the op itself, as ``name``, on inputs in ``slots`` that are where ``decision`` wants them; the slots of its outputs."""
     # The output's shape, not the argument itself, which may hold a -1.
     local_shapes = {
         name: builder.layout(decision.outputs[out], call.outputs[out].shape)  # type: ignore[arg-type, union-attr]
@@ -294,7 +296,7 @@ def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slo
             None if out is None or i in returned or len(out.shape) < 2 else stride_order(out.shape, out.stride)
             for i, out in enumerate(call.outputs)
         ]
-        builder.body.append(Op(info.name, args, kwargs, list(outs), [] if info.is_view else orders))
+        builder.body.append(Op(name, args, kwargs, list(outs), [] if info.is_view else orders))
     else:
         builder.body.append(
             Local(

@@ -18,6 +18,16 @@ HIDDEN_WRITES: dict[Any, tuple[tuple[str, ...], str]] = {
     aten.miopen_batch_norm.default: (("running_mean", "running_var"), "training"),
 }
 
+#: Ops whose result shares memory with an input without their schema saying so: the name of that input.
+HIDDEN_VIEWS: dict[Any, str] = {aten._unsafe_view.default: "self"}
+
+#: Views that are lazy in torch (a flag on the tensor): what makes their values at once. Kept lazy on the workers, the flag would be
+#: unknown to the handle, and ops that refuse flagged tensors would fail there.
+LAZY_VIEWS: dict[Any, str] = {
+    aten._conj.default: "aten._conj_physical.default",
+    aten._neg_view.default: "aten.neg.default",
+}
+
 #: A tensor argument may be given a number (``x + 1``), which is then an operand like any other.
 _NUMBER_KINDS = ("NumberType", "FloatType", "TensorType")
 
@@ -55,6 +65,9 @@ class OpInfo:
         self.structure = "none" if not returns else "tuple" if len(returns) > 1 else "list" if lists[0] else "tensor"
         self.has_list_output = any(lists)
         self.return_aliases = tuple(_alias(r, self.arguments) for r in returns)
+        if op in HIDDEN_VIEWS:
+            self.return_aliases = (self.by_name[HIDDEN_VIEWS[op]],)
+        self.physical = LAZY_VIEWS.get(op)
         #: Outputs that are the written input itself, as an in-place op returns it: output index -> argument.
         self.returned = {
             i: alias for i, alias in enumerate(self.return_aliases) if alias is not None and alias.is_write
