@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -10,10 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from ..raw import flat_bytes
 from ..errors import DeviceUnavailable
 from ..mesh import DeviceMesh
 from ..program.ir import Program
+from ..raw import flat_bytes
 from ..sharding.transfer import Transfer
 from ..worker.assemble import assemble
 from ..worker.executor import CodeCache, Executor, Steps, Value, mesh_of
@@ -48,11 +49,12 @@ class SimulatedEngine:
         self._batches: queue.SimpleQueue[list[list] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._closed = False
+        for name in worker_imports:
+            importlib.import_module(name)
         if threads_per_worker is not None:
             torch.set_num_threads(threads_per_worker)
         self._thread = threading.Thread(target=self._work, name="dtorch-simulation", daemon=True)
         self._thread.start()
-        self._run([[protocol.IMPORT, name] for name in worker_imports])
 
     def ensure(self, device_type: str, device_ids: Sequence[int]) -> None:
         if device_type != "cpu":

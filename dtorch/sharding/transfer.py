@@ -11,29 +11,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..mesh import DeviceMesh
 from ..placement import Placement, PlacementList, is_partial, is_shard, shard
-from .layout import Box, box_shape, local_box, local_shape
+from .layout import box_shape, local_box, local_shape
+from .pieces import Choices, Piece, device_at, holders, terms_of
 
 #: Up to this many bytes a device, an all-reduce is one phase: a second phase costs a barrier, about what copying 4 KB
 #: from a few neighbours costs (DESIGN.md, shared-memory all-reduce: 14-19 us for 4 KB).
 ONE_PHASE_BYTES = 4096
-
-Choices = tuple[tuple[int, ...] | None, ...]
-"""For each mesh axis the coordinates allowed along it; None for all."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of one device's local source tensor, and where it goes in the result."""
-
-    device: int
-    source: Box
-    target: Box
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +165,7 @@ def _within(
     terms: tuple[tuple[Piece, ...], ...] = ()
     if keeps:
         choices = tuple(None if axis in free else (index,) for axis, index in enumerate(here))
-        terms = _terms(mesh, source, shape, box, choices, tuple(reduced))
+        terms = terms_of(mesh, source, shape, box, choices, tuple(reduced))
     return Transfer(
         device=device,
         group=(device,)
@@ -239,14 +228,14 @@ def _is_read(
             choices.append((0,))
         else:
             choices.append(None if axis in free or is_partial(source[axis]) else (index,))
-    readers = _holders(target, mesh.shape, shape, box, tuple(choices))
+    readers = holders(target, mesh.shape, shape, box, tuple(choices))
     return any(coordinate != here for coordinate, _ in readers)
 
 
 @functools.lru_cache(maxsize=4096)
 def _fibre(mesh: DeviceMesh, axes: tuple[int, ...], first: tuple[int, ...]) -> tuple[int, ...]:
     ranges = [range(size) if axis in axes else (first[axis],) for axis, size in enumerate(mesh.shape)]
-    return tuple(sorted(_device(mesh, coordinate) for coordinate in itertools.product(*ranges)))
+    return tuple(sorted(device_at(mesh, coordinate) for coordinate in itertools.product(*ranges)))
 
 
 # Two meshes
@@ -274,7 +263,7 @@ def _between(
         if any(is_partial(placement) and index for placement, index in zip(target, here, strict=True)):
             continue
         choices = _replica(source_mesh, source, device, rank)
-        terms[device] = _terms(source_mesh, source, shape, box, choices, tuple(reduced))
+        terms[device] = terms_of(source_mesh, source, shape, box, choices, tuple(reduced))
 
     parent = {device: device for device in (*source_mesh.device_ids, *target_mesh.device_ids)}
 
@@ -322,72 +311,7 @@ def _replica(mesh: DeviceMesh, source: PlacementList, device: int, rank: int) ->
     return tuple(choices)
 
 
-# Both
-
-
-@functools.lru_cache(maxsize=16384)
-def _terms(
-    mesh: DeviceMesh,
-    source: PlacementList,
-    shape: tuple[int, ...],
-    box: Box,
-    choices: Choices,
-    reduced: tuple[int, ...],
-) -> tuple[tuple[Piece, ...], ...]:
-    """For each combination of coordinates along the axes ``reduced``, in order, the pieces that make up ``box``.
-
-    Cached, so that replicas in one process share one tuple: the simulation puts it together only once.
-    """
-    terms = []
-    for addend in itertools.product(*(range(mesh.shape[axis]) for axis in reduced)):
-        fixed = list(choices)
-        for axis, index in zip(reduced, addend, strict=True):
-            fixed[axis] = (index,)
-        pieces = []
-        for coordinate, held in _holders(source, mesh.shape, shape, box, tuple(fixed)):
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True)]
-            pieces.append(
-                Piece(
-                    device=_device(mesh, coordinate),
-                    source=tuple((a - low, b - low) for (a, b), (low, _) in zip(both, held, strict=True)),
-                    target=tuple((a - low, b - low) for (a, b), (low, _) in zip(both, box, strict=True)),
-                )
-            )
-        terms.append(tuple(pieces))
-    return tuple(terms)
-
-
-def _holders(
-    placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int], box: Box, choices: Choices
-) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """The coordinates among ``choices`` whose local boxes meet ``box``, with those boxes. No others are looked at."""
-    ranges = [(0, size) for size in shape]
-    coordinate = [0] * len(mesh_shape)
-
-    def descend(axis: int) -> Iterator[tuple[tuple[int, ...], Box]]:
-        if axis == len(mesh_shape):
-            yield tuple(coordinate), tuple(ranges)
-            return
-        allowed, placement = choices[axis], placements[axis]
-        if not is_shard(placement):
-            for index in range(mesh_shape[axis]) if allowed is None else allowed:
-                coordinate[axis] = index
-                yield from descend(axis + 1)
-            return
-        dim = placement.dim  # type: ignore[attr-defined]
-        low, high = ranges[dim]
-        step = -(-(high - low) // mesh_shape[axis])
-        first = (max(box[dim][0], low) - low) // step
-        last = (min(box[dim][1], high) - low - 1) // step
-        for index in range(first, last + 1):
-            if allowed is None or index in allowed:
-                coordinate[axis] = index
-                ranges[dim] = (low + index * step, min(low + (index + 1) * step, high))
-                yield from descend(axis + 1)
-        ranges[dim] = (low, high)
-
-    if all(start < stop for start, stop in box):
-        yield from descend(0)
+# Two phases
 
 
 def _middle(
@@ -444,10 +368,3 @@ def _reduce_op(
 
 def _same_grid(a: DeviceMesh, b: DeviceMesh) -> bool:
     return a is b or (a.device_ids == b.device_ids and a.shape == b.shape)
-
-
-def _device(mesh: DeviceMesh, coordinate: Sequence[int]) -> int:
-    rank = 0
-    for size, index in zip(mesh.shape, coordinate, strict=True):
-        rank = rank * size + index
-    return mesh.device_ids[rank]

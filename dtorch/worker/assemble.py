@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ..sharding.layout import Box
-from ..sharding.transfer import Piece, Transfer
+from ..sharding.pieces import Piece
+from ..sharding.transfer import Transfer
 
 #: Sums and products of these are carried in float32 and rounded once.
 NARROW = frozenset((torch.bfloat16, torch.float16))
@@ -51,6 +52,7 @@ def _addend(
 def _put_together(
     transfer: Transfer, term: tuple[Piece, ...], read: Callable[[int], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
+    assert transfer.shape is not None, "this device gets no part"
     make = torch.zeros if transfer.zeros else torch.empty
     result = make(transfer.shape, dtype=transfer.dtype, device=device)
     for piece in term:

@@ -13,14 +13,14 @@ from .poison import Poison
 from .registry import WRITES
 
 
-def written_inputs(program: Program, start: int, namespaces: Any) -> set[int]:
+def written_inputs(program: Program, start: int) -> set[int]:
     """The inputs that instructions from ``start`` on write in place, be it through views made in the program."""
     roots: dict[int, set[int]] = {slot: {slot} for slot in range(program.inputs)}
     written: set[int] = set()
     for index, instruction in enumerate(program.body):
         if isinstance(instruction, Reshard):
             continue
-        writes, viewed = _aliases(instruction, namespaces)
+        writes, viewed = _aliases(instruction)
         if index >= start:
             written.update(*(roots.get(slot, ()) for slot in writes))
         behind = set().union(*(roots.get(slot, ()) for slot in viewed))
@@ -29,13 +29,13 @@ def written_inputs(program: Program, start: int, namespaces: Any) -> set[int]:
     return written
 
 
-def _aliases(call: Op | Local, namespaces: Any) -> tuple[list[int], list[int]]:
+def _aliases(call: Op | Local) -> tuple[list[int], list[int]]:
     """The slots that ``call`` writes, and those that its results may be views of."""
     if isinstance(call, Local):
         writes = [slot for position in WRITES.get(call.name, ()) for slot in _slots(call.args[position])]
         return writes, slots_of(call)
     try:
-        schema = resolve(call.name, namespaces)._schema
+        schema = resolve(call.name)._schema
     except ValueError:
         return [], []  # an op that does not exist here wrote nothing
     returned = set().union(*(r.alias_info.before_set for r in schema.returns if r.alias_info is not None))

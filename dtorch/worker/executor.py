@@ -38,7 +38,6 @@ from .lower import (
     slots_of,
     takes_part,
 )
-from .operators import OWN_NAMESPACES, imported_namespaces
 from .poison import Poison
 from .restride import is_certainly_in_order, restride
 
@@ -73,13 +72,11 @@ class CodeCache:
         self._codes: dict[tuple, Code] = {}
         self._functions: dict[int, Function] = {}
 
-    def code(
-        self, program_id: int, program: Program, held: Held, restrides: frozenset | None, namespaces: frozenset[str]
-    ) -> Code:
+    def code(self, program_id: int, program: Program, held: Held, restrides: frozenset | None) -> Code:
         key = (program_id, tuple(held.items()), restrides)
         found = self._codes.get(key)
         if found is None:
-            found = self._codes[key] = generate(program, held, restrides, namespaces)
+            found = self._codes[key] = generate(program, held, restrides)
         return found
 
     def function(self, code: Code, site: Site) -> Function:
@@ -103,7 +100,7 @@ class _Defined:
 
 
 class Executor:
-    """Runs commands of `dtorch.engine.protocol` for one device. Call it with grad mode off, outside inference mode.
+    """Runs commands of `dtorch.engine.protocol` for one device, always in the same grad or inference mode: with autograd off.
 
     Args:
         device: the device's id.
@@ -119,7 +116,6 @@ class Executor:
         self._emit = emit
         self._blobs = blobs
         self._codes = codes or CodeCache()
-        self._namespaces = OWN_NAMESPACES
         self._functions: dict[int, Function] = {}
         self._generators: dict[int, Function] = {}
         self._defined: dict[int, _Defined] = {}
@@ -134,7 +130,7 @@ class Executor:
             protocol.DESCRIBE: self._describe,
             protocol.SYNC: lambda c: self._reply(c[1], None),
             protocol.STATS: self._stats,
-            protocol.IMPORT: self._import,
+            protocol.IMPORT: lambda c: importlib.import_module(c[1]),
             protocol.THREADS: lambda c: torch.set_num_threads(c[1]),
             protocol.SHARDS: self._shards,
         }
@@ -215,7 +211,7 @@ class Executor:
 
     def _code(self, program_id: int, restrides: frozenset | None) -> Code:
         defined = self._defined[program_id]
-        return self._codes.code(program_id, defined.program, defined.held, restrides, self._namespaces)
+        return self._codes.code(program_id, defined.program, defined.held, restrides)
 
     def _steps(self, command: list, sequence: int) -> Steps:
         try:
@@ -265,7 +261,7 @@ class Executor:
             self._report(sequence, error, None if coordinate is None else list(coordinate), shapes)
         for position in present_outputs(program, defined.held):
             self.values[command[position]] = poison
-        for slot in written_inputs(program, index, self._namespaces):
+        for slot in written_inputs(program, index):
             written = self.values.get(command[1 + slot])
             if isinstance(written, torch.Tensor):
                 poison_aliases(self.values, written, poison)
@@ -315,10 +311,6 @@ class Executor:
         self._reply(command[1], {"live": live, "peak": self._peak, "values": len(self.values)})
         if command[2]:
             self._peak = live
-
-    def _import(self, command: list) -> None:
-        importlib.import_module(command[1])
-        self._namespaces = OWN_NAMESPACES | imported_namespaces()
 
     def _put(self, command: list) -> None:
         _, value, mesh_id, codes, shape, dtype_name, blob = command

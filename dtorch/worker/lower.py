@@ -47,20 +47,17 @@ class Code:
     everywhere: bool
 
 
-def generate(
-    program: Program, held: Held, restrides: Collection[tuple[int, int]] | None, namespaces: Collection[str]
-) -> Code:
+def generate(program: Program, held: Held, restrides: Collection[tuple[int, int]] | None) -> Code:
     """Write the function of ``program``.
 
     Args:
         restrides: (instruction, out) pairs whose results are copied into the order that the program states; None to show
             every such result to ``probe`` (`bind`), as in the first run.
-        namespaces: those whose ops may be called.
 
     Raises:
         ValueError: an op, device function or constant that does not exist or is not allowed.
     """
-    return _Writer(program, held, restrides, namespaces).write()
+    return _Writer(program, held, restrides).write()
 
 
 def bind(code: Code, site: Site, probe: Callable[..., torch.Tensor] | None = None) -> Function:
@@ -74,17 +71,10 @@ def bind(code: Code, site: Site, probe: Callable[..., torch.Tensor] | None = Non
 class _Writer:
     """Writes one `Code`."""
 
-    def __init__(
-        self,
-        program: Program,
-        held: Held,
-        restrides: Collection[tuple[int, int]] | None,
-        namespaces: Collection[str],
-    ) -> None:
+    def __init__(self, program: Program, held: Held, restrides: Collection[tuple[int, int]] | None) -> None:
         self.program = program
         self.held = held
         self.restrides = restrides
-        self.namespaces = namespaces
         self.makers: dict[str, Maker] = {}
         self.source = ["def p(v, c):"]
         self.lines = [0, 0]  # lines count from 1
@@ -161,7 +151,7 @@ class _Writer:
     def call(self, index: int, call: Op | Local) -> None:
         inputs = ", ".join(self.slot(slot) for slot in slots_of(call))
         if isinstance(call, Op):
-            op = resolve(call.name, self.namespaces)
+            op = resolve(call.name)
             function = self.bind("f", same(BUILTINS.get(call.name, op)))
             result = f"{function}({self.arguments(call)})"
             paths = _tensor_paths(op, len(call.outs))

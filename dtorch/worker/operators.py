@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 
-#: Namespaces whose ops may be named without an IMPORT.
-OWN_NAMESPACES = frozenset({"aten", "prims", "dtorch"})
-#: Namespaces that come with torch itself (2.13: ``torch._C._dispatch_get_all_op_names()``): importing a module opens none of them.
-TORCH_NAMESPACES = frozenset(
-    ["_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d", "debug_mode_ops", "debugprims", "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime", "symm_mem"]
+#: Namespaces of torch's own that no program has a use for (2.13: ``torch._C._dispatch_get_all_op_names()``).
+FORBIDDEN_NAMESPACES = frozenset(
+    # fmt: off
+    (
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "_dtensor",
+        "_native",
+        "_quantized",
+        "_test",
+        "c10d",
+        "debug_mode_ops",
+        "debugprims",
+        "export",
+        "inductor",
+        "inductor_prims",
+        "mkl",
+        "mkldnn",
+        "mkldnn_prepacked",
+        "onednn",
+        "profiler",
+        "quantization",
+        "quantized",
+        "rngprims",
+        "sparse",
+        "static_runtime",
+        "symm_mem",
+    )
+    # fmt: on
 )
 
 
-def imported_namespaces() -> frozenset[str]:
-    """The namespaces of ops that something other than torch has registered in this process."""
-    names = torch._C._dispatch_get_all_op_names()
-    return frozenset(name.partition("::")[0] for name in names) - TORCH_NAMESPACES
-
-
-def resolve(name: str, namespaces: Collection[str] = OWN_NAMESPACES) -> torch._ops.OpOverload:
-    """The registered op called ``namespace.name.overload``.
+def resolve(name: str) -> torch._ops.OpOverload:
+    """The registered op called ``namespace.name.overload``: aten's, prims', or one that an imported module registered.
 
     Raises:
-        ValueError: the namespace is not one of ``namespaces``, or there is no such op.
+        ValueError: there is no such op here, or its namespace is one of torch's own that programs may not name.
     """
     namespace, _, rest = name.partition(".")
     packet_name, _, overload_name = rest.partition(".")
-    if namespace not in namespaces:
-        raise ValueError(f"op {name!r}: namespace {namespace!r} is not allowed; import its module on the workers first")
-    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+    if namespace in FORBIDDEN_NAMESPACES:
+        raise ValueError(f"op {name!r}: programs may not name ops of {namespace!r}")
+    packet = getattr(getattr(torch.ops, namespace, None), packet_name, None)
     if isinstance(packet, torch._ops.OpOverloadPacket) and (overload_name or "default") in packet.overloads():
         return getattr(packet, overload_name or "default")
-    raise ValueError(f"there is no op {name!r} on this worker; import the module that registers it")
+    raise ValueError(f"there is no op {name!r} on this worker; import the module that registers it (worker_imports)")
 
 
 def _names(text: str) -> list[str]:

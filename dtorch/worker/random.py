@@ -76,7 +76,7 @@ class _Stream:
 
     def __init__(self, key: int) -> None:
         self._generator = np.random.Philox(key=key)
-        self._state: dict[str, Any] = self._generator.state  # type: ignore[assignment]
+        self._state: Any = self._generator.state
 
     def run(self, first: int, count: int) -> np.ndarray:
         """Words ``first … first + count - 1``. Four words come of each count of the generator."""

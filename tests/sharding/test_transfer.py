@@ -57,7 +57,7 @@ def run(source_mesh, source, target_mesh, target, shape, locals_, dtype=torch.fl
             assert part.device == device
             assert device in part.group
 
-            def read(other, part=part, level=level):
+            def read(other, part=part, level=level, locals_=locals_):
                 assert other in part.group
                 assert other == part.device or plans[other][level].publishes
                 return locals_[other]
@@ -221,3 +221,14 @@ def test_large_meshes_plan_only_what_they_read():
     for device in mesh.device_ids:
         (part,) = steps(mesh, source, mesh, target, (4, 4), torch.float32, device)
         assert len(part.group) in (1, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_get_the_same_bits(dtype):
+    """Sums are taken in the order of coordinates, of one phase or two; narrow ones are rounded once."""
+    mesh = init_device_mesh("cpu", 5)
+    for shape in ((7,), (60, 50)):
+        parts = {d: torch.randn(shape).to(dtype) for d in mesh.device_ids}
+        expected = sum((parts[d].float() for d in range(1, 5)), parts[0].float()).to(dtype)
+        results = run(mesh, PlacementList([P]), mesh, PlacementList([R]), shape, parts, dtype)
+        assert all(torch.equal(result, expected) for result in results.values())

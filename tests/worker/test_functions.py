@@ -27,7 +27,9 @@ def cut(tensor, here):
     return tensor[tuple(slice(*bounds) for bounds in box)]
 
 
-@pytest.mark.parametrize(("start", "stop", "step"), [(0, 13, 1), (2, 11, 3), (5, 6, 1), (3, 3, 1), (1, 13, 12), (0, 13, 5)])
+@pytest.mark.parametrize(
+    ("start", "stop", "step"), [(0, 13, 1), (2, 11, 3), (5, 6, 1), (3, 3, 1), (1, 13, 12), (0, 13, 5)]
+)
 @pytest.mark.parametrize("axes", [[(3, 1)], [(2, 1), (2, 1)], [(2, 0), (3, 1)], [(16, 1)]])
 def test_slice_write(start, stop, step, axes):
     whole = torch.zeros(4, 13, 2)
