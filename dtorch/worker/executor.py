@@ -121,7 +121,7 @@ class Executor:
         self._defined: dict[int, _Defined] = {}
         self._peak = 0
         self._next_look = 0.0
-        self._commands: dict[int, Callable[[list], None]] = {
+        self._commands: dict[int, Callable[[list], Any]] = {
             protocol.FREE: self._free,
             protocol.DEFINE: lambda c: self.define(c[1], msgspec.msgpack.decode(c[2], type=Program)),
             protocol.MESH: lambda c: self.add_mesh(c[1], mesh_of(c)),

@@ -8,7 +8,6 @@ import torch
 
 #: Namespaces of torch's own that no program has a use for (2.13: ``torch._C._dispatch_get_all_op_names()``).
 FORBIDDEN_NAMESPACES = frozenset(
-    # fmt: off
     (
         "_c10d_functional",
         "_c10d_functional_autograd",
@@ -34,7 +33,6 @@ FORBIDDEN_NAMESPACES = frozenset(
         "static_runtime",
         "symm_mem",
     )
-    # fmt: on
 )
 
 
