@@ -36,7 +36,8 @@ def pointwise(*pending: tuple[int, ...]) -> Callable[[Call], list[Group]]:
 
     def of(call: Call) -> list[Group]:
         lists = _lists(call)
-        functional = bool(call.outputs)
+        # An in-place op returns nothing, which reads as no output or as one that is no tensor.
+        functional = any(o is not None for o in call.outputs)
         groups = []
         for i, first in enumerate(lists[0]):
             members = [tensors[i] for tensors in lists]
@@ -47,6 +48,9 @@ def pointwise(*pending: tuple[int, ...]) -> Callable[[Call], list[Group]]:
                 placed = tuple([broadcast(t, d, out.shape) for t in members])
                 strategies.append(Strategy(placed, (shard(d),) if functional else ()))
             for which in pending:
+                # Written in place, the first must be pending too: nothing else says that the result is.
+                if not functional and 0 not in which:
+                    continue
                 if max(which) < len(members) and all(_passes(members[k].dtype, out.dtype) for k in which):
                     placed = tuple([P if k in which else R for k in range(len(members))])
                     strategies.append(Strategy(placed, (P,) if functional else ()))
@@ -113,17 +117,12 @@ def norm(call: Call) -> list[Group]:
     return [_reduced(call, t, pending, local, finish) for t in call.inputs]
 
 
-@rule(aten._foreach_max.default)
-def maximum(call: Call) -> list[Group]:
-    return [_reduced(call, t, None, None, None) for t in call.inputs]
-
-
-def _reduced(call: Call, t: TensorArg, pending: str | None, local: str | None, finish: str | None) -> Group:
+def _reduced(call: Call, t: TensorArg, pending: str, local: str | None, finish: str | None) -> Group:
     out = call.outputs[t.index]
     assert out is not None
     strategies: tuple[Strategy, ...] = ()
     # The pending sum of squares of a half would overflow.
-    if pending is not None and out.dtype != torch.float16 and math.prod(t.shape):
+    if out.dtype != torch.float16 and math.prod(t.shape):
         placed = (partial(pending),)
         strategies = tuple([Strategy((shard(d),), placed, local=local, finish=finish) for d in range(t.ndim)])
     return Group((t.index,), (t.index,), strategies)

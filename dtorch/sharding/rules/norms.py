@@ -44,12 +44,6 @@ def layer_norm_backward(call: Call) -> list[Strategy]:
     return [*found, named(call, (P, P, P), grad_out=P)]
 
 
-@rule(aten._fused_rms_norm_backward.default)
-def rms_norm_backward(call: Call) -> list[Strategy]:
-    found = [named(call, (s, P), grad_out=s, input=s, rstd=s) for s in map(shard, _batch_dims(call))]
-    return [*found, named(call, (P, P), grad_out=P)]
-
-
 @rule(aten.native_group_norm.default)
 def group_norm(call: Call) -> list[Strategy]:
     """The batch, or whole groups of channels; N, C and the number of groups are arguments, so a device function counts its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -113,10 +114,6 @@ def prod(call: Call) -> list[Strategy]:
     aten.min.dim,
     aten.logsumexp.default,
     aten.aminmax.default,
-    aten.var.correction,
-    aten.std.correction,
-    aten.var_mean.correction,
-    aten.std_mean.correction,
     aten.median.dim,
     aten.nanmedian.dim,
     aten.mode.default,
@@ -130,6 +127,12 @@ def kept_only(call: Call) -> list[Strategy]:
 @rule(aten.argmax.default, aten.argmin.default)
 def argmax(call: Call) -> list[Strategy]:
     return reduction(call, None)
+
+
+@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+def variance(call: Call) -> list[Strategy]:
+    """Sums of squares would cancel, so not over a sharded dim; and an empty part would print a warning about its degrees of freedom."""
+    return [dataclasses.replace(s, nonempty=True) for s in reduction(call, None)]
 
 
 def norm_parts(order: float | None, prefix: str = "") -> tuple[str, str, str | None]:

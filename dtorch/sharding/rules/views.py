@@ -59,10 +59,13 @@ def view_dtype(call: Call) -> list[Strategy]:
     return [everywhere(shard(d), call) for d in range(call.inputs[0].ndim - (not same))]
 
 
-@rule(
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, local_shapes={"size": 0}
-)
+@rule(aten.view.default, aten._unsafe_view.default, aten.view_copy.default, local_shapes={"size": 0})
 def view(call: Call) -> list[Strategy]:
+    return _regrouped(call, None)
+
+
+@rule(aten.reshape.default, local_shapes={"shape": 0})
+def reshape(call: Call) -> list[Strategy]:
     return _regrouped(call, None)
 
 

@@ -1,0 +1,76 @@
+"""Every strategy of every rule gives what plain torch gives, for parts that are uneven and empty too."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dtorch.sharding.rules import STATIC_NUMBERS, rule_for
+from dtorch.sharding.strategy import RULES
+
+from .cases import all_cases
+from .ground_truth import Sample, call_of, check, run_whole, strategies_of
+from .samples import from_opinfo
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def captured() -> tuple[Sample, ...]:
+    return tuple(sample for samples in from_opinfo(limit=4, per_op=5).samples.values() for sample in samples)
+
+
+@functools.cache
+def written() -> tuple[Sample, ...]:
+    return tuple(all_cases())
+
+
+def wrong_of(samples: Sequence[Sample], sizes: Sequence[int], pairs: int) -> tuple[list[str], Counter]:
+    """What is wrong, in words, and how many checks ran, an op."""
+    choice = random.Random(0)
+    wrong, ran = [], Counter[str]()
+    for sample in samples:
+        whole = run_whole(sample)
+        strategies = strategies_of(call_of(sample, whole[0]))
+        jobs = [((size,), (s,)) for s in strategies for size in sizes]
+        both = list(itertools.product(strategies, strategies))
+        jobs += [((2, 3), pair) for pair in choice.sample(both, min(pairs, len(both)))]
+        for mesh_shape, chosen in jobs:
+            try:
+                ran[str(sample.op)] += check(sample, mesh_shape, chosen, whole)
+            except Exception as error:
+                wrong.append(f"{sample} on {mesh_shape}: {chosen}\n    {str(error)[:300]}")
+    return wrong, ran
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("source", [written, captured])
+def test_every_strategy_is_right(source) -> None:
+    wrong, ran = wrong_of(source(), sizes=(2, 3), pairs=2)
+    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:10])
+    assert sum(ran.values()) > 2000
+
+
+def test_every_rule_has_a_sample() -> None:
+    sampled = {sample.op for sample in (*written(), *captured())}
+    missing = sorted(str(op) for op in RULES if op not in sampled)
+    assert not missing
+
+
+def test_static_numbers_are_arguments_of_ops_with_rules() -> None:
+    for op, names in STATIC_NUMBERS.items():
+        assert rule_for(op) is not None
+        assert names <= {a.name for a in op._schema.arguments}
