@@ -37,6 +37,8 @@ def terms_of(
 
     Cached, so that replicas in one process share one tuple: the simulation puts it together only once.
     """
+    if any(start == stop for start, stop in box):
+        return ((),)
     terms = []
     for addend in itertools.product(*(range(mesh.shape[axis]) for axis in reduced)):
         fixed = list(choices)
