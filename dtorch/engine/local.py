@@ -158,10 +158,15 @@ class LocalEngine:
             if self._zygote is None:
                 self._sequence += len(commands)
                 return
-            self._staging.sending(commands, self._sequence)
-            self._sequence += len(commands)
-            self._channel.send(self._batch, commands)
-            self._batch += 1
+            try:
+                self._staging.sending(commands, self._sequence)
+                self._sequence += len(commands)
+                self._channel.send(self._batch, commands)
+                self._batch += 1
+            except BaseException as error:
+                # Whether the workers have these commands is not known: better an end than a wrong value.
+                self._lose(WorkerLost(f"interrupted while commands were being sent: {error!r}"))
+                raise
 
     def behind(self) -> int:
         # One worker that was slow, and one more in turn: the cost does not grow with their number, and a slow one is soon found.

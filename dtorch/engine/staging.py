@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..raw import flat_bytes
 from ..worker.comm.arena import CLIENT, Arena, Region
 from .protocol import PUT
 
@@ -46,12 +45,12 @@ class Staging:
                 self._reclaim()
                 if not self._sent or self._waiting + nbytes <= _WAITING_BYTES:
                     offset = self._arena.allocate(nbytes)
-                    memory = self._arena.region.bytes(offset, nbytes)
+                    memory = self._arena.region.view(offset, tuple(tensor.shape), tensor.dtype)
                     self._unsent.add(offset)
                     break
                 target = self._sent[0][0]
             self._wait(target)
-        memory.copy_(flat_bytes(tensor))
+        memory.copy_(tensor.detach())  # as typed elements, not as bytes: twice as fast (torch 2.13, 2 threads)
         return [offset, nbytes]
 
     def landing(self, nbytes: int) -> tuple[torch.Tensor, Place]:

@@ -57,6 +57,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, "GLIBC_TUNABLES": _tunables()},
                 start_new_session=True,  # so that Ctrl-C and a closing terminal reach the client only
             )
         _living.add(self)
@@ -89,6 +90,13 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self.process.kill()  # its workers follow it: parent-death signal
             self.process.wait()
+
+
+def _tunables() -> str:
+    """Have the workers' malloc ask for huge pages: a fresh tensor of 50 MB takes 16 ms to write then, not 34 (warm: 8)."""
+    given = os.environ.get("GLIBC_TUNABLES")
+    ours = "glibc.malloc.hugetlb=1"
+    return f"{given}:{ours}" if given else ours
 
 
 def import_path() -> list[str]:

@@ -248,8 +248,6 @@ def test_a_module_that_cannot_be_imported_says_so() -> None:
 def start(code: str, **options) -> subprocess.Popen:
     """Run ``code`` in a new interpreter, with the repository and `Cluster` at hand."""
     prologue = """
-        from dtorch.engine import zygote
-        zygote.start()
         import os, signal, sys, threading, time, torch
         from dtorch.engine import protocol
         from dtorch.placement import *
@@ -301,16 +299,12 @@ def test_nothing_is_left_when_the_client_ends(end: str) -> None:
 
 
 def test_a_client_killed_while_the_zygote_imports_torch() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from dtorch.engine import zygote; zygote.start(); print('x', flush=True); input()"],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    process.stdout.readline()
-    time.sleep(0.2)
+    process = subprocess.Popen([sys.executable, "-c", "import dtorch"], cwd=ROOT)
+    assert until(lambda: list(children(process.pid)), 10, step=0.001)
     pids = list(children(process.pid))
-    assert len(pids) == 1
+    time.sleep(0.2)
     process.kill()
-    process.communicate()
+    process.wait()
     assert until(lambda: gone(pids), LOST_SECONDS)
 
 
@@ -433,7 +427,6 @@ def test_multiprocessing_children_start_no_zygote(method: str, tmp_path: Path) -
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from dtorch.engine import zygote
-zygote.start()
 import multiprocessing
 def child():
     print(zygote._spare is None, flush=True)
@@ -447,7 +440,7 @@ if __name__ == "__main__":
 
 
 def test_simulation_starts_no_zygote() -> None:
-    code = "from dtorch.engine import zygote; zygote.start(); print(zygote._spare)"
+    code = "from dtorch.engine import zygote; print(zygote._spare)"
     environment = {**os.environ, "DTORCH_ENGINE": "simulate"}
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.stdout == "None\n"
