@@ -16,8 +16,10 @@ from .samples import seed
 STEPS = 3
 SHAPES = ((6, 5), (5, 4), (7,), (3, 2, 4))
 VARIANTS = ("replicate", "first", "last", "mixed")
-LINE_SEARCH = (1e-3, 1e-3)
-"""For optimizers that stop when a change is small enough: the last bit of a sum decides after how many steps."""
+ROUGH = {
+    torch.optim.LBFGS: (1e-3, 1e-3),  # stops when a change is small enough: the last bit of a sum decides when
+    torch.optim.Muon: (2e-2, 2e-2),  # orthogonalises in bfloat16
+}
 
 
 def database() -> list[Any]:
@@ -38,9 +40,8 @@ def run(info: Any, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
     narrowed = Grid(grid.meshes, tuple(v for v in grid.variants if v in VARIANTS), grid.checks, grid.sample_limit)
     for number, given in enumerate(info.optim_inputs_func(device="cpu")):
         for kind, flags in _implementations(info):
-            check = Check(
-                name(info), kind, _body(info, {**given.kwargs, **flags}), _parameters(info), "float32", number
-            )
+            body, floor = _body(info, {**given.kwargs, **flags}), ROUGH.get(info.optim_cls, (0.0, 0.0))
+            check = Check(name(info), kind, body, _parameters(info), "float32", number, floor=floor)
             yield from compare(check, adapter, narrowed)
 
 
