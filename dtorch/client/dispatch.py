@@ -205,11 +205,7 @@ def execute(
                     fresh = Value(number)
                 else:
                     fresh = aliasing.view_value(number, spec, plan, i, info, tensors[alias], args, kwargs)
-                if alias is not None and torch.is_inference_mode_enabled() and not tensors[alias].is_inference():
-                    with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
-                        results.append(wrap(spec, fresh))
-                else:
-                    results.append(wrap(spec, fresh))
+                results.append(wrap(spec, fresh) if alias is None else wrap_view(spec, fresh, tensors[alias]))
         command += numbers
         command += plan.operands
         controller.history.note(controller.sequence + (1 if FREED else 0), info.name)
@@ -267,6 +263,17 @@ def wrap(spec: Spec, value: Value) -> Tensor:
     tensor._spec = spec
     tensor._value = value
     return tensor
+
+
+def wrap_view(spec: Spec, value: Value, base: Tensor) -> Tensor:
+    """A new handle that torch knows to alias ``base``."""
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
+            view = wrap(spec, value)
+    else:
+        view = wrap(spec, value)
+    torch_internals.share_storage(view, base)
+    return view
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -90,14 +90,14 @@ FILLS_PLAIN = {aten.copy_.default, aten.index_put_.default, aten._index_put_impl
 
 def same_handle(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``detach``, ``alias``: a new handle on the same value; nothing is sent."""
-    from .dispatch import wrap
+    from .dispatch import wrap_view
 
     x = args[0]
     if type(x) is not Tensor:
         return x
     if x._spec is None:
         return host.make(x._host.plain.detach(), x._host.root)
-    return wrap(x._spec, x._value)
+    return wrap_view(x._spec, x._value, x)
 
 
 def item(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -108,6 +108,10 @@ def without_dispatch() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+#: ``share_storage(view, base)``: one storage identity for both, by which torch and libraries tell aliases. 0.9 us.
+share_storage = torch._functionalize_unsafe_set
+
+
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside the wrappers of ``torch.func``."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -291,7 +291,8 @@ def write_op(
     args, kwargs = ArgWriter(info, builder, slots, local_shapes).write(call.args, call.kwargs)
     returned = info.returned_inputs
     outs = [-1 if out is None or i in returned else builder.slot() for i, out in enumerate(call.outputs)]
-    if decision.local is None:
+    local = decision.local or info.local
+    if local is None:
         orders = [
             None if out is None or i in returned or len(out.shape) < 2 else stride_order(out.shape, out.stride)
             for i, out in enumerate(call.outputs)
@@ -300,7 +301,7 @@ def write_op(
     else:
         builder.body.append(
             Local(
-                decision.local,
+                local,
                 args,
                 kwargs,
                 list(outs),

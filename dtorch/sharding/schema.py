@@ -28,6 +28,9 @@ LAZY_VIEWS: dict[Any, str] = {
     aten._neg_view.default: "aten.neg.default",
 }
 
+#: Ops that always run as one of our device functions.
+ALWAYS_LOCAL: dict[Any, str] = {aten.mkldnn_rnn_layer.default: "dtorch.mkldnn_rnn_layer"}
+
 #: A tensor argument may be given a number (``x + 1``), which is then an operand like any other.
 _NUMBER_KINDS = ("NumberType", "FloatType", "TensorType")
 
@@ -67,6 +70,7 @@ class OpInfo:
         self.return_aliases = tuple(_alias(r, self.arguments) for r in returns)
         if op in HIDDEN_VIEWS:
             self.return_aliases = (self.by_name[HIDDEN_VIEWS[op]],)
+        self.local = ALWAYS_LOCAL.get(op)
         self.physical = LAZY_VIEWS.get(op)
         #: Outputs that are the written input itself, as an in-place op returns it: output index -> argument.
         self.returned = {

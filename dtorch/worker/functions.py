@@ -74,3 +74,10 @@ def triu(here: Here, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
 def _local_diagonal(here: Here, diagonal: int) -> int:
     (row, _), (column, _) = here.input_box(0)[-2:]
     return diagonal + row - column
+
+
+@device_function("dtorch.mkldnn_rnn_layer")
+def mkldnn_rnn_layer(here: Here, *args: Any) -> Any:
+    """The op keeps the workspace that its backward needs only where gradients are on (2.13), and workers run without."""
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
