@@ -38,6 +38,7 @@ class Transfer:
         terms: each a tuple of pieces to be put together; their reduction, in this order, is the result. None at all: zeros.
         zeros: the pieces do not cover the result; the rest is zeros.
         reduce_op: one of `dtorch.placement.REDUCE_OPS`.
+        source_type, target_type: of the devices, which says what carries the bytes.
     """
 
     device: int
@@ -48,6 +49,8 @@ class Transfer:
     terms: tuple[tuple[Piece, ...], ...]
     zeros: bool
     reduce_op: str
+    source_type: str = "cpu"
+    target_type: str = "cpu"
 
     def received_bytes(self) -> int:
         """The bytes that this device reads from others."""
@@ -132,11 +135,17 @@ def _transfer(
     dtype: torch.dtype,
     device: int,
 ) -> Transfer | None:
+    part: Transfer | None
     if _same_grid(source_mesh, target_mesh):
         if source_mesh.coordinate(device) is None:
             return None
-        return _within(source_mesh, source, target, shape, dtype, device)
-    return _between(source_mesh, source, target_mesh, target, shape, dtype).get(device)
+        part = _within(source_mesh, source, target, shape, dtype, device)
+    else:
+        part = _between(source_mesh, source, target_mesh, target, shape, dtype).get(device)
+    types = source_mesh.device_type, target_mesh.device_type
+    if part is None or types == ("cpu", "cpu"):
+        return part
+    return dataclasses.replace(part, source_type=types[0], target_type=types[1])
 
 
 # One mesh

@@ -11,9 +11,10 @@ import torch
 
 from ..engine.channel import WorkerChannel
 from ..engine.protocol import IMPORT, READY
+from ..errors import WorkerLost
 from .comm.arena import CLIENT, Region
 from .comm.control import Control
-from .comm.shared import SharedMemory
+from .comm.process_groups import ProcessGroups
 from .executor import Executor, Steps
 
 
@@ -63,7 +64,7 @@ def main(
     events: list[list] = []
     control = Control(fd, devices)
     executor = Executor(device, events.append, SharedBlobs(fd))
-    communicator = SharedMemory(fd, control, device)
+    communicator = ProcessGroups(fd, control, device, address)
     for name in imports:
         importlib.import_module(name)  # a module that cannot be imported ends the worker, with its traceback
         executor.run([IMPORT, name], sequence)
@@ -83,13 +84,15 @@ def main(
             ran(device, sequence)
 
 
-def _drive(steps: Steps, communicator: SharedMemory, sequence: int) -> None:
+def _drive(steps: Steps, communicator: ProcessGroups, sequence: int) -> None:
     """Run a command that communicates to its end."""
     try:
         request = next(steps)
         while True:
             try:
                 result = communicator.transfer(*request, sequence)
+            except WorkerLost:
+                raise
             except Exception as error:  # say, no memory for the result: the command's failure, not the worker's
                 request = steps.throw(error)
             else:

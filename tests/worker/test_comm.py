@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import PARTIAL, PlacementList, partial, shard
@@ -17,6 +20,7 @@ from dtorch.sharding.layout import local_box
 from dtorch.sharding.transfer import Transfer, steps
 from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
+from dtorch.worker.comm.process_groups import ProcessGroups
 from dtorch.worker.comm.shared import SharedMemory
 from dtorch.worker.poison import Poison
 
@@ -147,6 +151,37 @@ def test_every_transfer_gives_what_plain_torch_gives() -> None:
                 assert isinstance(value, torch.Tensor), (device, value)
                 assert value.is_contiguous()
                 assert torch.equal(value, expected), (device, shape, source, target, value, expected)
+
+    run_forked([0, 1, 2, 3], work)
+
+
+def test_process_groups_give_the_same(tmp_path: Path) -> None:
+    def work(device: int, shared: SharedMemory) -> None:
+        def gloo(store: object, rank: int, size: int) -> object:
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            return c10d.ProcessGroupGloo(store, rank, size, options)
+
+        communicator = ProcessGroups(shared._fd, shared._control, device, str(tmp_path), gloo, torch.device("cpu"))
+        for shape, dtype in SHAPES:
+            for source_mesh, source, target_mesh, target in CASES:
+                if dtype.is_complex and partial("max") in source:
+                    continue
+                before, after = PlacementList(source), PlacementList(target)
+                tensor = whole(shape, dtype)
+                value = split(source_mesh, before, tensor, device)
+                for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
+                    on_cuda = dataclasses.replace(step, source_type="cuda", target_type="cuda")
+                    value = communicator.transfer(on_cuda, value, 0)
+                if target_mesh.coordinate(device) is not None:
+                    expected = split(target_mesh, after, total(source_mesh, before, tensor), device)
+                    assert torch.equal(value, expected), (device, shape, source, target)
+        (step,) = steps(
+            SQUARE, PlacementList([PARTIAL, PARTIAL]), SQUARE, PlacementList([R, R]), (3,), torch.int64, device
+        )
+        on_cuda = dataclasses.replace(step, source_type="cuda", target_type="cuda")
+        poison = Poison((2, 11))
+        assert communicator.transfer(on_cuda, poison if device == 2 else torch.ones(3, dtype=torch.int64), 0) == poison
 
     run_forked([0, 1, 2, 3], work)
 

@@ -27,6 +27,9 @@ _MAX_DIMS = ENTRY - _HEADER
 _WAITING_BYTES = 1 << 28
 _CPU = torch.device("cpu")
 
+Reader = tuple[int, int, int]
+"""A reader of a publication: (device, index of its departure word, the transfer's number with it)."""
+
 
 class SharedMemory:
     """One device's communicator.
@@ -42,8 +45,8 @@ class SharedMemory:
         self._regions: dict[int, Region] = {}
         self._arena = Arena(self._region(device))
         self._counts: dict[int, int] = {}
-        # What others have yet to read: (offset, bytes, [(reader, departure word, number)])
-        self._published: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+        # What others have yet to read: (offset, bytes, readers).
+        self._published: list[tuple[int, int, list[Reader]]] = []
 
     def transfer(
         self, transfer: Transfer, value: torch.Tensor | Poison | None, sequence: int
@@ -52,51 +55,68 @@ class SharedMemory:
 
         An error that it raises is this device's alone: the others get the `Poison` of command ``sequence``.
         """
-        me, counts, control = self._device, self._counts, self._control
-        peers = [device for device in transfer.group if device != me]
-        for peer in peers:
-            counts[peer] = counts.get(peer, 0) + 1
+        peers = self._begin(transfer)
         try:
             if transfer.publishes:
-                self._publish(peers, value, Poison((me, sequence)))
+                self._publish(peers, value, Poison((self._device, sequence)))
             return self._collect(transfer, value)
         finally:
-            # Also after a failure: nothing more will be read.
-            for peer in peers:
-                control.words[control.departure(me, peer)] = counts[peer]
-            control.announce(me)
+            self._end(peers)
+
+    def _begin(self, transfer: Transfer) -> list[int]:
+        """Number the transfer with each of the others in its group."""
+        counts = self._counts
+        peers = [device for device in transfer.group if device != self._device]
+        for peer in peers:
+            counts[peer] = counts.get(peer, 0) + 1
+        return peers
+
+    def _end(self, peers: list[int]) -> None:
+        """Nothing more will be read in this transfer, be it done or failed."""
+        control, me = self._control, self._device
+        for peer in peers:
+            control.words[control.departure(me, peer)] = self._counts[peer]
+        control.announce(me)
 
     def _publish(self, peers: list[int], value: torch.Tensor | Poison | None, failure: Poison) -> None:
         """Let ``peers`` read ``value``, or ``failure`` if that fails."""
+        readers = self._readers(peers)
+        entry = _poisoned(failure)
+        try:
+            if isinstance(value, Poison):
+                entry = _poisoned(value)
+            elif value is None or value.ndim > _MAX_DIMS:
+                what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
+                raise ValueError(f"device {self._device} cannot send {what}; the limit is {_MAX_DIMS} dims")
+            else:
+                entry = array("q", [self._copy_in(value, readers), -1, 0, value.ndim, *value.shape])
+        finally:
+            self._announce(readers, entry)
+
+    def _readers(self, peers: list[int]) -> list[Reader]:
+        """``peers``, once they are all within the credit."""
         control, me = self._control, self._device
         readers = [(peer, control.departure(peer, me), self._counts[peer]) for peer in peers]
         for peer, word, number in readers:
             control.wait(peer, word, number - CREDIT)
-        entry = array("q", [0, *failure.origin, 0])
-        try:
-            if isinstance(value, Poison):
-                entry = array("q", [0, *value.origin, 0])
-            elif value is None or value.ndim > _MAX_DIMS:
-                what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
-                raise ValueError(f"device {me} cannot send {what}; the limit is {_MAX_DIMS} dims")
-            else:
-                entry = array("q", [self._copy_in(value, readers), -1, 0, value.ndim, *value.shape])
-        finally:
-            words = control.words
-            for peer, _, number in readers:
-                at = control.entry(me, peer, number)
-                words[at + 1 : at + 1 + len(entry)] = entry  # type: ignore[assignment]
-                words[at] = number
-            control.announce(me)
+        return readers
 
-    def _copy_in(self, value: torch.Tensor, readers: list[tuple[int, int, int]]) -> int:
+    def _announce(self, readers: list[Reader], entry: array) -> None:
+        control, words, me = self._control, self._control.words, self._device
+        for peer, _, number in readers:
+            at = control.entry(me, peer, number)
+            words[at + 1 : at + 1 + len(entry)] = entry  # type: ignore[assignment]
+            words[at] = number
+        control.announce(me)
+
+    def _copy_in(self, value: torch.Tensor, readers: list[Reader]) -> int:
         """Copy ``value`` into a block of the arena, and have it freed when all have read it; its offset."""
         nbytes = value.nbytes
         if not nbytes:
             return 0
         words = self._control.words
         waiting = 0
-        still: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+        still: list[tuple[int, int, list[Reader]]] = []
         for block in self._published:
             if all(words[word] >= number for _, word, number in block[2]):
                 self._arena.free(block[0])
@@ -126,22 +146,31 @@ class SharedMemory:
                 source = value if piece.device == self._device else self._read(piece.device, transfer.dtype)
                 if not isinstance(source, torch.Tensor):
                     return source
-                sources[piece.device] = source
-        return assemble(transfer, sources.__getitem__, _CPU)
+                sources[piece.device] = source.cpu()
+        result = assemble(transfer, sources.__getitem__, _CPU)
+        return result if transfer.target_type == "cpu" else result.to(torch.device(transfer.target_type, self._device))
 
     def _read(self, peer: int, dtype: torch.dtype) -> torch.Tensor | Poison:
         """What ``peer`` has published for the transfer at hand, in its own memory."""
-        control, number = self._control, self._counts[peer]
-        at = control.entry(peer, self._device, number)
-        control.wait(peer, at, number)
-        words = control.words
+        offset, found = self._entry(peer)
+        return found if isinstance(found, Poison) else self._region(peer).view(offset, found, dtype)
+
+    def _entry(self, peer: int) -> tuple[int, tuple[int, ...] | Poison]:
+        """The offset and shape of what ``peer`` has published for the transfer at hand, or why there is none; waits for it."""
+        number = self._counts[peer]
+        at = self._control.entry(peer, self._device, number)
+        self._control.wait(peer, at, number)
+        words = self._control.words
         if words[at + 2] >= 0:
-            return Poison((words[at + 2], words[at + 3]))
-        shape = tuple(words[at + _HEADER : at + _HEADER + words[at + 4]])
-        return self._region(peer).view(words[at + 1], shape, dtype)
+            return 0, Poison((words[at + 2], words[at + 3]))
+        return words[at + 1], tuple(words[at + _HEADER : at + _HEADER + words[at + 4]])
 
     def _region(self, device: int) -> Region:
         found = self._regions.get(device)
         if found is None:
             found = self._regions[device] = Region(self._fd, FIRST_DEVICE + device)
         return found
+
+
+def _poisoned(poison: Poison) -> array:
+    return array("q", [0, *poison.origin, 0])
