@@ -6,13 +6,12 @@ tensors. Illegal shapes raise torch's own error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, stride and dtype."""
+from .fast_shapes import Meta, formula_of
 
 
 class DataDependent(Exception):
@@ -55,7 +54,7 @@ def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     """
     if op in DATA_DEPENDENT or _has_mask(op, args):
         raise DataDependent(str(op))
-    fast = FAST.get(op)
+    fast = formula_of(op)
     if fast is not None:
         found = fast(op, args, kwargs)
         if found is not None:
@@ -123,6 +122,3 @@ def _flatten(result: Any) -> tuple[Meta | None, ...]:
     if isinstance(result, (list, tuple)):
         return tuple(meta for item in result for meta in _flatten(item))
     return (None,)
-
-
-FAST: dict[Any, Callable[..., tuple[Meta | None, ...] | None]] = {}

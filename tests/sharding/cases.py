@@ -90,7 +90,14 @@ def pointwise_cases() -> Iterator[Sample]:
         aten.xlogy_.Scalar_Other, aten.logaddexp2.default, aten.special_i1.default, aten.sqrt_.default, aten.lift.default,
     ):  # fmt: skip
         yield by_schema(op)
-    for op in (aten.gcd_.default, aten.lcm_.default, aten.__and__.Tensor, aten.__or__.Scalar, aten.__and__.Scalar):
+    for op in (
+        aten.gcd_.default,
+        aten.lcm_.default,
+        aten.__and__.Tensor,
+        aten.__or__.Tensor,
+        aten.__or__.Scalar,
+        aten.__and__.Scalar,
+    ):
         yield by_schema(op, torch.int64)
     yield call(aten.fill.Tensor, f(5, 3), torch.tensor(2.0))
     yield call(aten.fill_.Tensor, f(5, 3), torch.tensor(2.0))

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def captured() -> tuple[Sample, ...]:
-    return tuple(sample for samples in from_opinfo(limit=4, per_op=5).samples.values() for sample in samples)
+    return tuple(sample for samples in from_opinfo(limit=3, per_op=4).samples.values() for sample in samples)
 
 
 @functools.cache
