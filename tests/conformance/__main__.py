@@ -13,7 +13,7 @@ from . import supervise
 from .outcome import Tally
 from .placements import MESHES, VARIANTS
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "out")
+CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "inplace_backward", "out")
 
 
 def parser() -> argparse.ArgumentParser:

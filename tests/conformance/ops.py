@@ -15,7 +15,8 @@ from .compare import Tolerance
 from .outcome import Outcome
 from .samples import Sample, of_op
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "out")
+CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "inplace_backward", "out")
+NEED_GRADIENTS = ("backward", "inplace_backward")
 
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """Ops that promise no values."""
@@ -55,7 +56,7 @@ def run(op: Any, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
         limit = grid.sample_limit if position == 0 else 1
         differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
         for requires_grad in (False, True) if differentiable else (False,):
-            kinds = [kind for kind in grid.checks if (kind == "backward") == requires_grad]
+            kinds = [kind for kind in grid.checks if (kind in NEED_GRADIENTS) == requires_grad]
             if not kinds:
                 continue
             try:
@@ -86,12 +87,18 @@ def _body(op: Any, kind: str, sample: Sample) -> Body | None:
     """The call of check ``kind``, or None where the op or sample has no such thing."""
     tensors = sample.tensors()
     if kind == "backward":
-        return (lambda place: _backward(op, sample, place)) if any(t.requires_grad for t in tensors) else None
-    if kind == "inplace":
+        return (lambda place: _backward(op.op, sample, place)) if any(t.requires_grad for t in tensors) else None
+    if kind in ("inplace", "inplace_backward"):
         variant = op.inplace_variant
         if variant is None or sample.broadcasts_input or not (tensors and tensors[0] is sample.args[0]):
             return None
-        return lambda place: _inplace(variant, sample, place)
+        if kind == "inplace":
+            return lambda place: _inplace(variant, sample, place)
+        if not (op.supports_inplace_autograd and tensors[0].requires_grad):
+            return None
+        return lambda place: _backward(
+            lambda first, *rest, **named: variant(first.clone(), *rest, **named), sample, place
+        )
     if kind == "out":
         return (lambda place: _out(op, sample, place)) if op.supports_out and tensors else None
     return lambda place: _forward(op, MODES[kind], sample, place)
@@ -104,13 +111,13 @@ def _forward(op: Any, mode: Callable, sample: Sample, place: Any) -> Any:
         return (place.factory(op.op) if is_factory else op.op)(*args, **kwargs)
 
 
-def _backward(op: Any, sample: Sample, place: Place) -> Any:
+def _backward(function: Callable, sample: Sample, place: Place) -> Any:
     with torch.enable_grad():
         args, kwargs = arguments(sample, place, requires_grad=True)
         leaves = [
             leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        outputs = sample.output(op.op(*args, **kwargs))
+        outputs = sample.output(function(*args, **kwargs))
         return outputs, gradients(outputs, leaves, place)
 
 

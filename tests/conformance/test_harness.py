@@ -11,7 +11,7 @@ from .compare import difference
 from .outcome import Outcome, Tally
 from .placements import MESHES, VARIANTS, codes, layouts
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "out")
+CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "inplace_backward", "out")
 NAMES = (
     "add",
     "mm",

@@ -14,7 +14,7 @@ from .outcome import Outcome
 from .placements import MESHES, VARIANTS
 
 PARTS = 24
-CHECKS = ("forward", "backward", "inplace", "out")
+CHECKS = ("forward", "backward", "inplace", "inplace_backward", "out")
 
 ON_PROCESSES = (
     *(
