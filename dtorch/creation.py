@@ -23,7 +23,9 @@ def _where(
     if device is not None and device_mesh is not None:
         raise ValueError(f"{name}(): device= and device_mesh= cannot be given together; a mesh names its devices")
     if device is not None and placements is not None:
-        raise ValueError(f"{name}(): device= and placements= cannot be given together; give device_mesh= and placements=")
+        raise ValueError(
+            f"{name}(): device= and placements= cannot be given together; give device_mesh= and placements="
+        )
     if device is not None:
         device = torch.device(device)
         if device.type == "cuda":

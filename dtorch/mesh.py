@@ -44,12 +44,16 @@ class DeviceMesh:
             raise TypeError(f"DeviceMesh(): argument 'device_type' must be str, not {type(device_type).__name__}")
         kind, colon, index = device_type.partition(":")
         if kind not in DEVICE_TYPES:
-            raise ValueError(f"DeviceMesh(): device_type must be one of {', '.join(map(repr, DEVICE_TYPES))}, got {device_type!r}")
+            raise ValueError(
+                f"DeviceMesh(): device_type must be one of {', '.join(map(repr, DEVICE_TYPES))}, got {device_type!r}"
+            )
         if colon:
             if not index.isdigit():
                 raise ValueError(f"DeviceMesh(): invalid device string {device_type!r}")
             if mesh is not None:
-                raise ValueError(f"DeviceMesh(): device_type {device_type!r} names one device; leave its index out when giving mesh")
+                raise ValueError(
+                    f"DeviceMesh(): device_type {device_type!r} names one device; leave its index out when giving mesh"
+                )
             mesh = [int(index)]
         elif mesh is None:
             mesh = [0]
@@ -111,7 +115,9 @@ class DeviceMesh:
         grid = self.mesh
         kept = [a for a in range(self.ndim) if a not in present]
         names = None if self.mesh_dim_names is None or not kept else [self.mesh_dim_names[a] for a in kept]
-        moved = grid.permute(*present, *kept).reshape(math.prod(self.shape[a] for a in present), *[self.shape[a] for a in kept])
+        moved = grid.permute(*present, *kept).reshape(
+            math.prod(self.shape[a] for a in present), *[self.shape[a] for a in kept]
+        )
         return [DeviceMesh(self.device_type, part if kept else part.reshape(1), names) for part in moved]
 
     def coordinate(self, device_id: int) -> tuple[int, ...] | None:
@@ -164,7 +170,9 @@ def init_device_mesh(
     """
     shape = (mesh_shape,) if isinstance(mesh_shape, int) and not isinstance(mesh_shape, bool) else mesh_shape
     if not isinstance(shape, (list, tuple, torch.Size)) or not all(type(n) is int for n in shape):
-        raise TypeError(f"init_device_mesh(): argument 'mesh_shape' must be an int or a tuple of ints, got {mesh_shape!r}")
+        raise TypeError(
+            f"init_device_mesh(): argument 'mesh_shape' must be an int or a tuple of ints, got {mesh_shape!r}"
+        )
     if not shape or any(n < 1 for n in shape):
         raise ValueError(f"init_device_mesh(): every axis needs at least one device, got {tuple(shape)}")
     return DeviceMesh(device_type, torch.arange(math.prod(shape)).reshape(tuple(shape)), mesh_dim_names)
@@ -181,7 +189,9 @@ def _grid(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     elif hasattr(mesh, "tolist"):
         mesh = mesh.tolist()
     if not isinstance(mesh, (list, tuple, range)):
-        raise TypeError(f"DeviceMesh(): argument 'mesh' must be a nested list or an integer tensor of device ids, got {mesh!r}")
+        raise TypeError(
+            f"DeviceMesh(): argument 'mesh' must be a nested list or an integer tensor of device ids, got {mesh!r}"
+        )
     shape: list[int] = []
     level = [mesh]
     while True:
@@ -214,7 +224,9 @@ def _names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
     if isinstance(names, str) or not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
         raise TypeError(f"DeviceMesh(): argument 'mesh_dim_names' must be a tuple of str, got {names!r}")
     if len(names) != ndim:
-        raise ValueError(f"DeviceMesh(): mesh_dim_names must name each of the {ndim} axes, got {len(names)}: {tuple(names)}")
+        raise ValueError(
+            f"DeviceMesh(): mesh_dim_names must name each of the {ndim} axes, got {len(names)}: {tuple(names)}"
+        )
     if len(set(names)) != len(names):
         raise ValueError(f"DeviceMesh(): mesh_dim_names must be distinct, got {tuple(names)}")
     return tuple(names)

@@ -102,7 +102,9 @@ class Tensor(torch.Tensor):
     def check_placement(self, axis: int | str, placement: Placement) -> bool:
         """Whether the tensor has ``placement`` along a mesh axis, given by index or name."""
         if not isinstance(placement, Placement):
-            raise TypeError(f"check_placement(): argument 'placement' must be Shard, Replicate or Partial, got {placement!r}")
+            raise TypeError(
+                f"check_placement(): argument 'placement' must be Shard, Replicate or Partial, got {placement!r}"
+            )
         index = self.device_mesh._axis(axis)
         if is_shard(placement) and placement.dim < 0:  # type: ignore[attr-defined]
             placement = normalize([placement], 1, self.ndim)[0]
@@ -222,6 +224,18 @@ class Tensor(torch.Tensor):
     def data_ptr(self) -> int:
         raise RuntimeError("a dtorch tensor has no memory in this process: use x.to_torch() or x.local_shards()")
 
+    def apply_(self, callable: Any) -> Tensor:  # type: ignore[override]
+        """``callable`` of every element, one after the other, here: the values come and go back."""
+        return self.copy_(self.detach().to_torch().apply_(callable))
+
+    def map_(self, tensor: torch.Tensor, callable: Any) -> Tensor:  # type: ignore[override]
+        """``callable`` of every element and that of ``tensor``, here: the values come and go back."""
+        return self.copy_(self.detach().to_torch().map_(_plain(tensor), callable))
+
+    def map2_(self, x: torch.Tensor, y: torch.Tensor, callable: Any) -> Tensor:  # type: ignore[override]
+        """``callable`` of every element and those of ``x`` and ``y``, here: the values come and go back."""
+        return self.copy_(self.detach().to_torch().map2_(_plain(x), _plain(y), callable))
+
     # -- torch habits -------------------------------------------------------------------------------------------------
 
     @property
@@ -285,6 +299,10 @@ class Tensor(torch.Tensor):
         from .client import values_out
 
         return values_out.reduce(self)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_torch() if isinstance(tensor, Tensor) else tensor
 
 
 _requires_grad = torch._C.TensorBase.requires_grad

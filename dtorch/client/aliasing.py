@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..engine import protocol
 from ..program.ir import Operand, Slot
 from ..sharding.plan import Builder, Plan, plan_op, write_op
 from ..sharding.schema import OpInfo
@@ -49,11 +50,11 @@ def refresh(controller: Controller, value: Value) -> None:
     program = controller.define(plan.program)
     outputs = [next_value_id() for _ in plan.program.outputs]
     numbers = _numbers(copy)
-    controller.issue([program, parent.id, *outputs, *numbers, *plan.operands])
+    controller.issue([program, parent.id, *outputs, *numbers, *plan.operands], copy.info.name)
     taken = outputs[copy.output]
     assign = controller.define(_assignment(copy.spec))
-    controller.issue([assign, copy.id, taken])
-    controller.issue([0, *outputs])
+    controller.issue([assign, copy.id, taken], copy.info.name)
+    controller.issue([protocol.FREE, *outputs])
     copy.generation = value.root.generation
 
 
@@ -79,7 +80,7 @@ def _write_back(controller: Controller, copy: Copy) -> None:
     else:
         _write_view(builder, copy, plan)
     program = controller.define(builder.program(f"write back {copy.info.name}", []))
-    controller.issue([program, copy.parent.id, copy.id, *numbers, *builder.operands])
+    controller.issue([program, copy.parent.id, copy.id, *numbers, *builder.operands], copy.info.name)
 
 
 def _write_view(builder: Builder, copy: Copy, plan: Plan) -> None:
@@ -134,7 +135,9 @@ def _as_slice(copy: Copy) -> tuple[int, int, int, int, bool] | None:
 def _only_unsharded(plan: Plan, copy: Copy, dim: int) -> bool:
     """Whether all the view needed was its dim whole: then the devices agree on everything else."""
     before, after = copy.parent_spec.placements, plan.decision.inputs[0]
-    return all(a is b or (a.is_shard() and a.dim == dim and b.is_replicate()) for a, b in zip(before, after, strict=True))
+    return all(
+        a is b or (a.is_shard() and a.dim == dim and b.is_replicate()) for a, b in zip(before, after, strict=True)
+    )
 
 
 def _assignment(spec: Spec) -> Any:

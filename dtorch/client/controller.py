@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from time import perf_counter, sleep
 from typing import Any
 
 import msgspec
@@ -45,8 +46,28 @@ AHEAD_BYTES = 1 << 30
 INLINE_BYTES = 64 * 1024
 #: Failed commands whose description is kept.
 FAILURES_KEPT = 1000
-#: Seconds after which queued commands are sent though nobody waits for them.
-IDLE_FLUSH = 0.0005
+#: Dead values that may wait for the next batch; before a large result is made none does.
+FREES = 32
+LARGE_BYTES = 256 * 1024
+#: Seconds between two batches at least, while fewer than `BATCH` commands wait. A send wakes two threads and costs what ten
+#: ops cost, so a loop of small ops is sent ten at a time; the first op after a pause goes out at once.
+SEND_INTERVAL = 0.0001
+#: Seconds after which queued commands are sent though nobody waits for them and nothing else is issued.
+IDLE_FLUSH = 0.001
+#: Seconds without commands after which the idle flusher stops looking.
+QUIET = 0.05
+
+
+#: This process. `os.getpid` is a system call, and every command checks that it is not issued by a forked child.
+_pid = os.getpid()
+
+
+def _in_child() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Failure:
@@ -61,7 +82,9 @@ class Failure:
         self.coordinate, self.shapes, self.line = coordinate, shapes, line
 
     def error(self) -> RemoteError:
-        where = f"device {self.device}" + ("" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}")
+        where = f"device {self.device}" + (
+            "" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}"
+        )
         shapes = "" if not self.shapes else f"\n  local shapes: {', '.join(str(tuple(s)) for s in self.shapes)}"
         return RemoteError(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
 
@@ -86,41 +109,48 @@ class Controller:
         self.orphans: dict[tuple[int, int], list[Waiting]] = {}
         self.lost: Exception | None = None
         self.closed = False
-        self.pid = os.getpid()
+        self.pid = _pid
         self.bytes_ahead = 0
         self.history = lines.History()
-        self._armed = False
+        self._sent = 0.0
+        self._flusher_sleeps = True
         self._wake = threading.Event()
         self.engine: Engine = _make_engine(config, self)
         self._flusher: threading.Thread | None = None
 
     # -- issuing ------------------------------------------------------------------------------------------------------
 
-    def issue(self, command: list) -> int:
-        """Append one command; the caller holds the lock. Its sequence number."""
-        if self.lost is not None or self.closed or self.pid != os.getpid():
+    def issue(self, command: list, name: str | None = None) -> None:
+        """Append one command; the caller holds the lock. ``name`` is what an error says it is."""
+        if self.lost is not None or self.closed or self.pid != _pid:
             raise self._unusable()
-        if FREED:
-            self._drain()
-        self.outbox.append(command)
+        outbox = self.outbox
+        if len(FREED) > FREES:
+            self.drain()
+        if name is not None:
+            self.history.note(self.sequence, name)
         self.sequence += 1
-        if len(self.outbox) >= BATCH or not self.engine.behind():
+        outbox.append(command)
+        if len(outbox) >= BATCH:
             self.flush()
-        elif not self._armed:
-            self._arm()
-        return self.sequence - 1
+        elif self._flusher_sleeps:
+            self._wake_flusher()
+            self.flush()
+        elif perf_counter() - self._sent > SEND_INTERVAL and not self.engine.behind():
+            self.flush()
 
     def flush(self) -> None:
-        """Send what is queued. The caller holds the lock."""
+        """Send what is queued, and what has died. The caller holds the lock."""
+        if FREED:
+            self.drain()
         batch = self.outbox
         if batch:
             self.outbox = []
-            self._armed = False
+            self._sent = perf_counter()
             self.engine.send(batch)
 
-    def pressure(self, nbytes: int) -> None:
+    def pressure(self) -> None:
         """Wait while the workers are too far behind. Called without the lock, after an op."""
-        self.bytes_ahead += nbytes
         if self.sequence % 256 and self.bytes_ahead < AHEAD_BYTES:
             return
         engine = self.engine
@@ -132,40 +162,43 @@ class Controller:
         elif engine.behind() > AHEAD:
             engine.wait_behind(AHEAD // 2)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Queue the frees of values that have died. The caller holds the lock."""
         ids = []
         while FREED:
             ids.append(FREED.popleft())
         self.outbox.append([protocol.FREE, *ids])
         self.sequence += 1
 
-    def _arm(self) -> None:
-        """Have the idle flusher send the outbox soon, though Python may do something else for a minute."""
-        self._armed = True
+    def _wake_flusher(self) -> None:
+        """Have the idle flusher send what is queued, though Python may do something else for a minute."""
+        self._flusher_sleeps = False
         if self._flusher is None:
             self._flusher = threading.Thread(target=self._flush_when_idle, name="dtorch-flush", daemon=True)
             self._flusher.start()
         self._wake.set()
 
     def _flush_when_idle(self) -> None:
-        import time
-
-        while True:
-            # A wait with a timeout, so that values freed while Python is idle are freed on the workers too.
-            self._wake.wait(0.2)
-            self._wake.clear()
-            if self.closed or self.lost is not None:
-                return
-            time.sleep(IDLE_FLUSH)
-            with self.lock:
-                if self.closed or self.lost is not None:
-                    return
-                if FREED:
-                    self._drain()
-                self.flush()
+        """Look every `IDLE_FLUSH` while commands are issued, and now and then for values freed while Python is idle."""
+        quiet = 0.0
+        while not self.closed and self.lost is None:
+            if quiet >= QUIET:
+                self._flusher_sleeps = True
+                self._wake.wait(0.2)
+                self._wake.clear()
+                quiet = 0.0
+            sleep(IDLE_FLUSH)
+            if perf_counter() - self._sent < IDLE_FLUSH:
+                quiet = 0.0
+                continue
+            quiet += IDLE_FLUSH
+            if self.outbox or FREED:
+                with self.lock:
+                    if not self.closed and self.lost is None:
+                        self.flush()
 
     def _unusable(self) -> Exception:
-        if self.pid != os.getpid():
+        if self.pid != _pid:
             return DTorchError(
                 "a forked process cannot use the dtorch tensors of its parent; "
                 "create tensors after the fork, or pass plain tensors (x.to_torch()) to it"
@@ -221,8 +254,9 @@ class Controller:
         with self.lock:
             value = Value(next_value_id())
             placements = encode(spec.placements)
-            self.history.note(self.sequence + (1 if FREED else 0), "put")
-            self.issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob])
+            self.issue(
+                [protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put"
+            )
         return value
 
     def get(self, value: Value, spec: Spec) -> TensorFuture:
@@ -342,7 +376,7 @@ class Controller:
             return
         self.closed = True
         self._wake.set()
-        if self.pid == os.getpid():
+        if self.pid == _pid:
             self.engine.close()
         error = WorkerLost("the cluster was shut down while a value was being waited for")
         for waiting in list(self.waiting.values()):

@@ -18,7 +18,7 @@ from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, runtime, torch_internals
-from .controller import Controller
+from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .values import FREED, Value, next_value_id
 
 #: Plans kept, over all ops; the least recently used go first.
@@ -36,14 +36,15 @@ class CallInfo(OpInfo):
         self.data_dependent = False
 
 
-_INFOS: dict[Any, CallInfo] = {}
+#: By the op's id: hashing an OpOverload runs Python. Each info keeps its op alive.
+_INFOS: dict[int, CallInfo] = {}
 _PLANS: OrderedDict[tuple, Plan] = OrderedDict()
 
 
 def info_of(op: Any) -> CallInfo:
-    found = _INFOS.get(op)
+    found = _INFOS.get(id(op))
     if found is None:
-        found = _INFOS[op] = CallInfo(op)
+        found = _INFOS[id(op)] = CallInfo(op)
     return found
 
 
@@ -58,7 +59,7 @@ class _Slow(Exception):
 
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """``Tensor.__torch_dispatch__``."""
-    info = _INFOS.get(func)
+    info = _INFOS.get(id(func))
     if info is None:
         info = info_of(func)
     if kwargs is None:
@@ -143,9 +144,7 @@ def place_and_call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     return call(info, args, kwargs)
 
 
-def make_plan(
-    info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], controller: Controller
-) -> Plan:
+def make_plan(info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], controller: Controller) -> Plan:
     """Plan a call and tell the workers its program."""
     metas, named = with_metas(args, kwargs)
     plan = plan_op(info, metas, named, [t._spec for t in tensors])
@@ -182,6 +181,11 @@ def execute(
     controller: Controller,
 ) -> Any:
     """Queue one run of a plan and wrap what it returns."""
+    if plan.nbytes > LARGE_BYTES and FREED:
+        with controller.lock:
+            controller.drain()
+    if plan.is_simple:
+        return execute_simple(info, plan, tensors, numbers, controller)
     outputs = plan.outputs
     with controller.lock:
         command = [plan.program_id]
@@ -208,11 +212,11 @@ def execute(
                 results.append(wrap(spec, fresh) if alias is None else wrap_view(spec, fresh, tensors[alias]))
         command += numbers
         command += plan.operands
-        controller.history.note(controller.sequence + (1 if FREED else 0), info.name)
-        controller.issue(command)
+        controller.issue(command, info.name)
         for i in plan.writes:
             aliasing.written(controller, tensors[i]._value)
-    controller.pressure(plan.nbytes)
+    controller.bytes_ahead += plan.nbytes
+    controller.pressure()
     if controller.config.sync:
         controller.synchronize()
     structure = plan.structure
@@ -223,6 +227,34 @@ def execute(
     if structure == "list":
         return results
     return None
+
+
+def execute_simple(
+    info: CallInfo, plan: Plan, tensors: list[Tensor], numbers: list[Any], controller: Controller
+) -> Tensor:
+    """`execute` for the common kind of op: one fresh result, nothing written."""
+    number = next_value_id()
+    command = [plan.program_id]
+    with controller.lock:
+        for tensor in tensors:
+            value = tensor._value
+            if value.copy is not None:
+                aliasing.refresh(controller, value)
+            command.append(value.id)
+        command.append(number)
+        command += numbers
+        command += plan.operands
+        controller.issue(command, info.name)
+    spec = plan.outputs[0]
+    result = torch_internals.make_wrapper(Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=torch_internals.CPU)
+    result._spec = spec
+    result._value = Value(number)
+    controller.bytes_ahead += plan.nbytes
+    if not controller.sequence & 255 or controller.bytes_ahead > AHEAD_BYTES:
+        controller.pressure()
+    if controller.config.sync:
+        controller.synchronize()
+    return result
 
 
 def call_gathered(
@@ -244,8 +276,7 @@ def call_gathered(
                 aliasing.refresh(controller, tensor._value)
             inputs.append(tensor._value.id)
         values = [Value(next_value_id()) for _ in range(count)]
-        controller.history.note(controller.sequence + (1 if FREED else 0), info.name)
-        controller.issue([program, *inputs, *[v.id for v in values], *numbers, *plan.operands])
+        controller.issue([program, *inputs, *[v.id for v in values], *numbers, *plan.operands], info.name)
     described = controller.describe([v.id for v in values], mesh)
     placements = plan.decision.inputs[0]
     results = [

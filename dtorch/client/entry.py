@@ -17,9 +17,7 @@ torch_internals.register_device(host.make, lambda seed: None)
 torch_internals.support_foreach(Tensor)
 
 
-def redistribute(
-    x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
-) -> Any:
+def redistribute(x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
     """`Tensor.redistribute` as a function, which also works inside ``torch.func``, where the class of ``x`` is hidden."""
     if isinstance(x, Tensor):
         return x.redistribute(device_mesh, placements)

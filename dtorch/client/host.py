@@ -232,7 +232,9 @@ def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList
 def check_dense(tensor: torch.Tensor) -> None:
     """Raise TypeError for tensors that are not strided arrays of numbers."""
     if tensor.layout != torch.strided:
-        raise TypeError(f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()")
+        raise TypeError(
+            f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()"
+        )
     if tensor.is_quantized:
         raise TypeError("dtorch does not support quantised tensors: use tensor.dequantize()")
     if tensor.is_nested:

@@ -12,14 +12,18 @@ import torch
 
 #: Instructions that are remembered.
 REMEMBERED = 1 << 16
-#: Frames kept of each; torch's own modules put up to eight between a user's line and dispatch.
-DEPTH = 10
 
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+_INTERNAL = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
+
+#: Code of torch and dtorch, found so far: the frames to pass over.
+_internal: set[CodeType] = set()
 
 
 class History:
-    """Sequence number → (op, frames). Frames are kept as (code, instruction) pairs, never as frames, which would keep locals alive."""
+    """Sequence number → (op, code, instruction) of the innermost frame outside torch and dtorch; never frames, which keep locals alive."""
 
     __slots__ = ("entries",)
 
@@ -27,35 +31,29 @@ class History:
         self.entries: list[Any] = [None] * REMEMBERED
 
     def note(self, sequence: int, name: str) -> None:
-        """Remember who called, two frames up."""
-        frames: list[Any] = []
-        frame: Any = sys._getframe(2)
-        depth = DEPTH
-        while frame is not None and depth:
-            frames.append(frame.f_code)
-            frames.append(frame.f_lasti)
+        """Remember who called."""
+        frame: Any = sys._getframe(3)
+        while frame is not None:
+            code = frame.f_code
+            if code not in _internal:
+                if not code.co_filename.startswith(_INTERNAL):
+                    self.entries[sequence % REMEMBERED] = (sequence, name, code, frame.f_lasti)
+                    return
+                _internal.add(code)
             frame = frame.f_back
-            depth -= 1
-        self.entries[sequence % REMEMBERED] = (sequence, name, frames)
+        self.entries[sequence % REMEMBERED] = (sequence, name, None, 0)
 
     def describe(self, sequence: int) -> str:
         """Lines for an error message: the op, and where the user called it."""
         entry = self.entries[sequence % REMEMBERED]
         if entry is None or entry[0] != sequence:
             return "  (issued too long ago to know the line)"
-        _, name, frames = entry
-        line = user_line(frames)
-        return f"  in {name}" + ("" if line is None else f", issued at {line}")
-
-
-def user_line(frames: list[Any]) -> str | None:
-    """``file:line: text`` of the innermost frame outside torch and dtorch."""
-    for code, instruction in zip(frames[::2], frames[1::2], strict=True):
-        if not code.co_filename.startswith(_INTERNAL):
-            number = line_number(code, instruction)
-            text = linecache.getline(code.co_filename, number).strip()
-            return f"{code.co_filename}:{number}" + (f": {text}" if text else "")
-    return None
+        _, name, code, instruction = entry
+        if code is None:
+            return f"  in {name}"
+        number = line_number(code, instruction)
+        text = linecache.getline(code.co_filename, number).strip()
+        return f"  in {name}, issued at {code.co_filename}:{number}" + (f": {text}" if text else "")
 
 
 def line_number(code: CodeType, instruction: int) -> int:

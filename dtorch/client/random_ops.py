@@ -18,7 +18,7 @@ from ..sharding.plan import Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import host, runtime
-from .values import FREED, Value, next_value_id
+from .values import Value, next_value_id
 
 aten = torch.ops.aten
 
@@ -124,13 +124,14 @@ def settled(spec: Spec) -> PlacementList:
 
 def generate(fill: Any, arguments: list[Any], spec: Spec, key: int | None = None) -> Tensor:
     """A new tensor of ``spec`` filled as ``fill`` would with ``arguments``."""
-    from . import dispatch
 
     if fill in INTEGER_FILLS:
         name = "dtorch.random_integers"
     else:
         name, defaults = FILLS[fill]
-        arguments = [d if a is None else a for a, (_, d) in zip(arguments + [None] * len(defaults), defaults, strict=False)]
+        arguments = [
+            d if a is None else a for a, (_, d) in zip(arguments + [None] * len(defaults), defaults, strict=False)
+        ]
     builder = Builder(spec.mesh, 0, 0)
     numbers = [builder.operand(draw_key() if key is None else key), *[builder.operand(a) for a in arguments]]
     return _make(builder, name, numbers, spec)
@@ -155,9 +156,9 @@ def _make(builder: Builder, name: str, args: list[Any], spec: Spec) -> Tensor:
     with controller.lock:
         program = controller.define(builder.program(name, [out]))
         value = Value(next_value_id())
-        controller.history.note(controller.sequence + (1 if FREED else 0), name)
-        controller.issue([program, value.id, *builder.operands])
-    controller.pressure(spec.nbytes // len(spec.mesh.device_ids))
+        controller.issue([program, value.id, *builder.operands], name)
+    controller.bytes_ahead += spec.nbytes // len(spec.mesh.device_ids)
+    controller.pressure()
     return dispatch.wrap(Spec.of(spec.mesh, spec.placements, spec.shape, None, spec.dtype), value)
 
 
@@ -209,4 +210,3 @@ def seeded(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-

@@ -11,7 +11,7 @@ from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shar
 from ..sharding.plan import Builder
 from ..sharding.spec import Spec, intern_mesh
 from . import torch_internals
-from .values import FREED, Value, next_value_id
+from .values import Value, next_value_id
 
 #: Targets by number: the op's schema can carry an int, but not a mesh.
 _TARGETS: list[tuple[DeviceMesh, PlacementList]] = []
@@ -29,7 +29,9 @@ def target_number(mesh: DeviceMesh, placements: PlacementList) -> int:
 
 @torch.library.custom_op("dtorch::redistribute", mutates_args=())
 def _op(x: torch.Tensor, target: int) -> torch.Tensor:
-    raise TypeError("redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch or dtorch.distribute_tensor")
+    raise TypeError(
+        "redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch or dtorch.distribute_tensor"
+    )
 
 
 class _Redistribute(torch.autograd.Function):
@@ -45,7 +47,9 @@ class _Redistribute(torch.autograd.Function):
         # The gradient of a pending sum is the same for every addend.
         ctx.back = None
         if spec is not None:
-            ctx.back = target_number(spec.mesh, PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements))
+            ctx.back = target_number(
+                spec.mesh, PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
+            )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -100,9 +104,9 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             aliasing.refresh(controller, x._value)
         value = Value(next_value_id())
         number = controller.define(program)
-        controller.history.note(controller.sequence + (1 if FREED else 0), "redistribute")
-        controller.issue([number, x._value.id, value.id, *builder.operands])
-    controller.pressure(goal.nbytes // len(mesh.device_ids))
+        controller.issue([number, x._value.id, value.id, *builder.operands], "redistribute")
+    controller.bytes_ahead += goal.nbytes // len(mesh.device_ids)
+    controller.pressure()
     return dispatch.wrap(goal, value)
 
 

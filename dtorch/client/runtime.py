@@ -154,7 +154,7 @@ def _at_exit() -> None:
     try:
         if found.lost is None:
             found.synchronize()
-    except BaseException as exc:  # noqa: BLE001 - reported below, whatever it is
+    except BaseException as exc:
         error = exc
     shutdown()
     if error is not None:

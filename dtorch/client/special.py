@@ -204,7 +204,9 @@ def _store(info: Any, out: Any, value: Any) -> None:
         out.resize_(plain.shape).copy_(plain)
         return
     if not torch.can_cast(value.dtype, out.dtype):
-        raise RuntimeError(f"result type {_scalar_name(value.dtype)} can't be cast to the desired output type {_scalar_name(out.dtype)}")
+        raise RuntimeError(
+            f"result type {_scalar_name(value.dtype)} can't be cast to the desired output type {_scalar_name(out.dtype)}"
+        )
     if out.shape == value.shape:
         aten.copy_.default(out, value)
         return
@@ -215,7 +217,13 @@ def _store(info: Any, out: Any, value: Any) -> None:
 
 
 def _scalar_name(dtype: torch.dtype) -> str:
-    names = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}
+    names = {
+        torch.float32: "Float",
+        torch.float64: "Double",
+        torch.int64: "Long",
+        torch.int32: "Int",
+        torch.bool: "Bool",
+    }
     names |= {torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.float16: "Half"}
     names |= {torch.bfloat16: "BFloat16", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble"}
     return names.get(dtype, str(dtype))

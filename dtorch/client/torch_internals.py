@@ -65,7 +65,12 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
     sys.modules.setdefault(f"torch.{BACKEND}", module)
 
     def empty(
-        size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None
+        size: Any,
+        dtype: Any = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: Any = None,
+        memory_format: Any = None,
     ) -> torch.Tensor:
         plain = torch.empty(size, dtype=dtype, device=CPU, memory_format=memory_format or torch.contiguous_format)
         return make_host(plain)

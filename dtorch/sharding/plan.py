@@ -47,6 +47,12 @@ class Plan:
     call: Call | None = None
     program_id: int = 0
     nbytes: int = 0
+    #: One fresh result, nothing written.
+    is_simple: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        fresh = self.aliases == (None,) and self.outputs not in ((), (None,))
+        self.is_simple = fresh and self.structure == "tensor" and not self.writes
 
 
 class Builder:
@@ -174,9 +180,7 @@ def common_mesh(op: Any, specs: list[Spec]) -> DeviceMesh:
 class ArgWriter:
     """Writes a call's arguments as program arguments: tensors as slots, numbers and sizes as operands, the rest as constants."""
 
-    def __init__(
-        self, info: OpInfo, builder: Builder, slots: list[int], local_shapes: dict[str, Layout]
-    ) -> None:
+    def __init__(self, info: OpInfo, builder: Builder, slots: list[int], local_shapes: dict[str, Layout]) -> None:
         self.info = info
         self.builder = builder
         self.slots = slots
@@ -186,7 +190,7 @@ class ArgWriter:
     def write(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arg], dict[str, Arg]]:
         schema = self.info.arguments
         written = [self._argument(schema[i], value) for i, value in enumerate(args)]
-        named = {name: self._argument(self.info.by_name[name], value) for name, value in kwargs.items() if name not in ("pin_memory", "non_blocking")}
+        named = {name: self._argument(self.info.by_name[name], value) for name, value in kwargs.items()}
         return written, named
 
     def _argument(self, argument: Any, value: Any) -> Arg:
@@ -230,7 +234,9 @@ class ArgWriter:
             return value
         if isinstance(value, complex):
             return Const("complex", repr(value))
-        raise TypeError(f"{self.info.name}: dtorch cannot send an argument of type {type(value).__name__} to its workers")
+        raise TypeError(
+            f"{self.info.name}: dtorch cannot send an argument of type {type(value).__name__} to its workers"
+        )
 
 
 def write_plan(
@@ -261,7 +267,9 @@ def write_plan(
     returned = info.returned_inputs
     kept = [slot for slot in outs if slot >= 0]
     aliases = tuple(info.alias_of(i, call.args, call.kwargs) for i in range(len(call.outputs)))
-    detached = info.physical is not None or any(a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned)
+    detached = info.physical is not None or any(
+        a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned
+    )
     nbytes = sum(spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned)
     return Plan(
         builder.program(info.name, kept),
@@ -279,9 +287,7 @@ def write_plan(
     )
 
 
-def write_op(
-    builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int], name: str
-) -> list[int]:
+def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int], name: str) -> list[int]:
     """Write the op itself, as ``name``, on inputs in ``slots`` that are where ``decision`` wants them; the slots of its outputs."""
     # The output's shape, not the argument itself, which may hold a -1.
     local_shapes = {
@@ -306,7 +312,11 @@ def write_op(
                 kwargs,
                 list(outs),
                 [builder.layout(p, t.shape) for p, t in zip(decision.inputs, call.inputs, strict=True)],
-                [builder.layout(p, t.shape) for p, t in zip(decision.outputs, call.outputs, strict=True) if p is not None],
+                [
+                    builder.layout(p, t.shape)
+                    for p, t in zip(decision.outputs, call.outputs, strict=True)
+                    if p is not None
+                ],
             )
         )
     return outs
@@ -323,9 +333,7 @@ def _finish(
             continue
         spec = Spec.of(mesh, placements, out.shape, out.stride, out.dtype)
         if outs[i] >= 0 and any(is_partial(p) and (decision.finish or p.reduce_op != "sum") for p in placements):
-            done = spec.with_placements(
-                PlacementList(_completed(p, bool(decision.finish)) for p in placements)
-            )
+            done = spec.with_placements(PlacementList(_completed(p, bool(decision.finish)) for p in placements))
             outs[i] = builder.reshard(outs[i], spec, done)
             spec = done
         specs.append(spec)

@@ -78,10 +78,9 @@ class OpInfo:
         }
         self.returned_inputs = frozenset(self.returned)
         self.is_view = any(alias is not None for i, alias in enumerate(self.return_aliases) if i not in self.returned)
-        self.is_composite = (
-            torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-            and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
-        )
+        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+            op.name(), "CompositeImplicitAutograd"
+        ) and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
 
     def count_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """How many numbers a call passes as operands."""
