@@ -117,9 +117,10 @@ class LocalEngine:
         self._fd = create_segment(self._devices)
         parent.send({"open": True}, [self._fd])
         opened = parent.receive()
-        if opened is None:
+        if opened is None or "failed" in opened:
             os.close(self._fd)
-            raise WorkerLost(f"the process that starts workers (pid {parent.process.pid}) ended")
+            parent.stop()
+            raise _death(parent, opened)
         self._control = Control(self._fd, self._devices)
         self._control.wake_client_at(None)
         self._staging = Staging(self._fd, self._done, self._wait_until)
@@ -329,6 +330,8 @@ def _death(parent: zygote.Zygote, message: dict | None) -> WorkerLost:
     """What to tell of a worker's death, or of the zygote's (no message)."""
     if message is None:
         return WorkerLost(f"the process that starts workers (pid {parent.process.pid}) ended, and they with it")
+    if "failed" in message:
+        return WorkerLost(f"workers cannot be started: {message['failed']}")
     code = message["code"]
     if code < 0:
         with contextlib.suppress(ValueError):

@@ -122,15 +122,23 @@ class Nursery:
         """A new engine: take its shared memory, make the private directory of its sockets."""
         self._memory = memory
         self._lost = False
-        root = tempfile.gettempdir()
-        self._directory = tempfile.mkdtemp(prefix="dtorch-", dir=root if len(root) < _SOCKET_PATH_BYTES else "/tmp")
-        self._reply({"directory": self._directory})
+        try:
+            root = tempfile.gettempdir()
+            self._directory = tempfile.mkdtemp(prefix="dtorch-", dir=root if len(root) < _SOCKET_PATH_BYTES else "/tmp")
+        except OSError as error:
+            self._reply({"failed": f"no place for their sockets: {error}"})
+        else:
+            self._reply({"directory": self._directory})
 
     def _start(self, devices: list[int], settings: dict[str, Any]) -> None:
         for device in devices:
             read, write = os.pipe()
             parent = os.getpid()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self._reply({"failed": str(error)})
+                return
             if pid == 0:
                 self._become_worker(device, write, parent, settings)
             os.close(write)
