@@ -117,7 +117,7 @@ class DtorchAdapter:
         """
         axis = codes.index("p")
         count = mesh.shape[axis]
-        if count == 1 or tensor.numel() == 0 or tensor.dtype.itemsize == 1:  # eight-bit floats cannot even be multiplied
+        if count == 1 or tensor.numel() == 0 or tensor.dtype == torch.complex32:  # for which torch has no sum
             return None
         factors = [2.0, -1.0] if count % 2 == 0 else [2.0, -2.0, 1.0]
         factors = [0.0] * (count - len(factors)) + factors

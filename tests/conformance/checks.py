@@ -63,25 +63,31 @@ class TookTooLong(Exception):
 
 def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
     """The outcome of ``check`` on every mesh and under every distinct layout of its tensors."""
-    expected, drew, problem = _expected(check)
+    plain = _PlainPlacer()
+    expected, drew, problem = _expected(check, plain)
     if problem:
         yield check.outcome("skipped", detail=problem)
         return
+    written = plain.written(check.tensors)
     values = check.values and (adapter.same_random or not drew) and _repeats(check, expected)
     placed = check.tensors or [leaf for leaf in tree_flatten(expected)[0] if isinstance(leaf, torch.Tensor)][:1]
     for mesh in grid.meshes:
         shape = MESHES[mesh]
-        variants = tuple(v for v in grid.variants if check.tensors or v not in ("partial", "mixed", "plain"))
+        refused = () if check.tensors else ("partial", "mixed", "plain")
+        if any(index > 0 for index in written):
+            refused += ("plain",)  # a plain tensor is not written by an op on distributed ones, but for the clear error
+        variants = tuple(v for v in grid.variants if v not in refused)
         for layout, variant in layouts(variants, placed, len(shape)).items():
             exact = shape == (1,) or all(one is None or set(one) == {"r"} for one in layout)
             try:
                 with _time_limit(), _seeded():
-                    got = _bring(adapter, check.body(_Placer(adapter, shape, layout, variant)))
+                    placer = _Placer(adapter, shape, layout, variant)
+                    result = check.body(placer)
+                    got = _bring(adapter, (result, [placer.made[index] for index in written]))
             except Exception as error:
                 if grid.trace:
-                    print(
-                        f"--- {check.outcome('raised', mesh, variant).where()}: {_short(placed)} {layout}\n{traceback.format_exc()}"
-                    )
+                    where = check.outcome("raised", mesh, variant).where()
+                    print(f"--- {where}: {_short(placed)} {layout}\n{traceback.format_exc()}")
                 adapter.recover()
                 yield check.outcome("raised", mesh, variant, first_line(error))
                 continue
@@ -104,10 +110,13 @@ class _Placer:
 
     def __init__(self, adapter: Adapter, mesh_shape: tuple[int, ...], layout: tuple, variant: str) -> None:
         self.adapter, self.mesh_shape, self.layout, self.variant = adapter, mesh_shape, layout, variant
-        self.count = 0
+        self.made: list[torch.Tensor] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        index, self.count = self.count, self.count + 1
+        self.made.append(self._place(tensor, len(self.made)))
+        return self.made[-1]
+
+    def _place(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         if index < len(self.layout):
             chosen = self.layout[index]
         else:
@@ -130,8 +139,17 @@ class _Placer:
 class _PlainPlacer:
     """The same calls on plain tensors."""
 
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone()
+        self.made.append(tensor.detach().clone())
+        return self.made[-1]
+
+    def written(self, tensors: list[torch.Tensor]) -> list[int]:
+        """Which of ``tensors`` the call has changed (some ops do without saying so in the version counter)."""
+        pairs = enumerate(zip(tensors, self.made, strict=False))
+        return [index for index, (before, now) in pairs if difference(before, now, exact=True) is not None]
 
     def factory(self, function: Callable) -> Callable:
         return function
@@ -140,12 +158,14 @@ class _PlainPlacer:
         return None
 
 
-def _expected(check: Check) -> tuple[Any, bool, str]:
-    """What plain torch gives, whether it drew random numbers, and why there is nothing to compare (or "")."""
+def _expected(check: Check, place: _PlainPlacer) -> tuple[Any, bool, str]:
+    """What plain torch gives (the result, then the arguments that it changed), whether it drew random numbers, and why there
+    is nothing to compare (or "")."""
     try:
         with _seeded():
             before = torch.get_rng_state()
-            result = check.body(_PlainPlacer())
+            result = check.body(place)
+            result = result, [place.made[index] for index in place.written(check.tensors)]
             drew = not torch.equal(before, torch.get_rng_state())
     except Exception as error:
         return None, False, f"plain torch: {first_line(error)}"
@@ -157,7 +177,11 @@ def _expected(check: Check) -> tuple[Any, bool, str]:
 def _repeats(check: Check, expected: Any) -> bool:
     """Whether plain torch gives the same again."""
     with _seeded():
-        return difference(expected, check.body(_PlainPlacer()), exact=False) is None
+        place = _PlainPlacer()
+        result = check.body(place)
+        return (
+            difference(expected, (result, [place.made[i] for i in place.written(check.tensors)]), exact=False) is None
+        )
 
 
 def _bring(adapter: Adapter, result: Any) -> Any:

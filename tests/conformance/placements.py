@@ -24,7 +24,7 @@ def codes(variant: str, index: int, tensor: torch.Tensor, axes: int) -> Codes | 
         return codes("first", 0, tensor, axes) if index == 0 else None
     if variant == "mixed":
         variant = _IN_TURN[index % len(_IN_TURN)]
-    if variant == "partial" and (tensor.is_floating_point() or tensor.is_complex()):
+    if variant == "partial" and _adds(tensor.dtype):
         return ("p", 0)[:axes] if tensor.ndim else ("p", "r")[:axes]
     if variant in ("replicate", "partial") or tensor.ndim == 0:
         return ("r",) * axes
@@ -33,6 +33,11 @@ def codes(variant: str, index: int, tensor: torch.Tensor, axes: int) -> Codes | 
         return (dim,)
     other: dict[str, Code] = {"first": dim, "middle": "r", "last": 0}  # twice on one dim, once, and on two dims
     return (other[variant], dim)
+
+
+def _adds(dtype: torch.dtype) -> bool:
+    """Floating or complex, and torch can add it (the eight-bit floats it cannot)."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def layouts(variants: tuple[str, ...], tensors: list[torch.Tensor], axes: int) -> dict[tuple, str]:
