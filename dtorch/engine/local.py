@@ -67,8 +67,9 @@ class LocalEngine:
         self._ready = threading.Event()
         self._unusable: Exception | None = None
         self._closed = False
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close while closing
         self._zygote: zygote.Zygote | None = None
+        self._staging: Staging | None = None
         _engines.add(self)
 
     # Starting
@@ -160,7 +161,7 @@ class LocalEngine:
                 self._sequence += len(commands)
                 return
             try:
-                self._staging.sending(commands, self._sequence)
+                self._staging.sending(commands, self._sequence)  # type: ignore[union-attr]
                 self._sequence += len(commands)
                 self._channel.send(self._batch, commands)
                 self._batch += 1
@@ -216,14 +217,16 @@ class LocalEngine:
 
     def stage(self, tensor: torch.Tensor) -> Place:
         self._check()
-        return self._staging.stage(tensor)
+        return self._staging.stage(tensor)  # type: ignore[union-attr]
 
     def landing(self, nbytes: int) -> tuple[torch.Tensor, Place]:
         self._check()
-        return self._staging.landing(nbytes)
+        return self._staging.landing(nbytes)  # type: ignore[union-attr]
 
     def release(self, landing: Place) -> None:
-        self._staging.release(landing, self._sequence)
+        staging = self._staging
+        if staging is not None:
+            staging.release(landing, self._sequence)
 
     # Receiving
 
@@ -273,26 +276,30 @@ class LocalEngine:
             log.warning("dtorch: still waiting for worker %s, which is stopped; SIGCONT lets it go on", names)
 
     def _check(self) -> None:
-        if self._unusable is not None:
-            raise self._unusable
+        error = self._unusable
+        if error is not None:
+            # A new one each time: a raised exception holds its frames, and so the engine and its memory.
+            raise type(error)(*error.args)
 
     # Ending
 
     def close(self) -> None:
-        with self._closing:
-            if self._closed or isinstance(self._unusable, _Forked):
+        if isinstance(self._unusable, _Forked):
+            return
+        with self._closing:  # a second caller returns when the first is done
+            if self._closed:
                 return
             self._closed = True
-        if self._unusable is None:
-            self._unusable = DTorchError("the cluster was shut down")
-        # Whoever holds it sees that the engine is unusable, and lets go.
-        locked = self._lock.acquire(timeout=_END_SECONDS)
-        try:
-            if self._zygote is not None:
-                self._end(self._zygote)
-        finally:
-            if locked:
-                self._lock.release()
+            if self._unusable is None:
+                self._unusable = DTorchError("the cluster was shut down")
+            # Whoever sends or starts workers sees that the engine is unusable, and lets go.
+            locked = self._lock.acquire(timeout=_END_SECONDS)
+            try:
+                if self._zygote is not None:
+                    self._end(self._zygote)
+            finally:
+                if locked:
+                    self._lock.release()
 
     def _end(self, parent: zygote.Zygote) -> None:
         os.eventfd_write(self._wake, 1)
@@ -304,6 +311,8 @@ class LocalEngine:
             parent.stop()
             shutil.rmtree(self._directory, ignore_errors=True)
         self._channel.close()
+        self._running = ()
+        self._staging = None  # its memory goes with it, unless the caller still has some of it
         os.close(self._wake)
         os.close(self._fd)
 

@@ -114,6 +114,16 @@ def test_wait_behind_is_woken_by_progress_and_by_ctrl_c(cluster: Cluster) -> Non
     cluster.sync(1)
 
 
+def test_ctrl_c_is_the_clients_alone(cluster: Cluster) -> None:
+    mesh = cluster.mesh(0, 1)
+    family = [cluster.engine._zygote.process.pid, *cluster.engine.pids.values()]
+    assert all(os.getpgid(pid) != os.getpgid(0) for pid in family)
+    for pid in family:
+        os.kill(pid, signal.SIGINT)
+    x = rand(3)
+    assert torch.equal(cluster.get(cluster.put(x, mesh, [shard(0)]), mesh, [shard(0)], x.shape), x)
+
+
 def test_devices_that_do_not_exist(cluster: Cluster) -> None:
     with pytest.raises(DeviceUnavailable, match=r"limit of 64 workers; dtorch.init\(devices=65\)"):
         cluster.engine.ensure("cpu", [0, 64])
