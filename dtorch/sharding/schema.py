@@ -29,7 +29,10 @@ LAZY_VIEWS: dict[Any, str] = {
 }
 
 #: Ops that always run as one of our device functions.
-ALWAYS_LOCAL: dict[Any, str] = {aten.mkldnn_rnn_layer.default: "dtorch.mkldnn_rnn_layer"}
+ALWAYS_LOCAL: dict[Any, str] = {
+    aten.mkldnn_rnn_layer.default: "dtorch.mkldnn_rnn_layer",
+    aten.histc.default: "dtorch.histc",
+}
 
 #: A tensor argument may be given a number (``x + 1``), which is then an operand like any other.
 _NUMBER_KINDS = ("NumberType", "FloatType", "TensorType")

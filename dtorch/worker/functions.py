@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .registry import Here, device_function
@@ -81,3 +83,11 @@ def mkldnn_rnn_layer(here: Here, *args: Any) -> Any:
     """The op keeps the workspace that its backward needs only where gradients are on (2.13), and workers run without."""
     with torch.enable_grad():
         return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+@device_function("dtorch.histc")
+def histc(here: Here, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The CPU kernel takes no integers; accelerators' do, and library code that sees a device that is not cpu relies on it."""
+    if x.is_floating_point():
+        return torch.histc(x, *args, **kwargs)
+    return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
