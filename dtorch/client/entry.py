@@ -10,11 +10,12 @@ import torch
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor import Tensor
-from . import dispatch, host, torch_internals
+from . import composites, dispatch, host, torch_internals
 from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, lambda seed: None)
 torch_internals.support_foreach(Tensor)
+composites.register()
 
 
 def redistribute(x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:

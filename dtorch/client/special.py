@@ -119,6 +119,12 @@ def allclose(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
 
 
+def tensor_split(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from . import composites
+
+    return composites.tensor_split(*args, **kwargs)
+
+
 def is_same_size(info: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return args[0].shape == args[1].shape
 
@@ -133,6 +139,12 @@ def refuse_resize(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return x
     raise RuntimeError(
         f"{info.name}: a dtorch tensor cannot be resized in place, its memory is spread over {x.device_mesh}; make a new one, e.g. torch.empty_like or x.reshape"
+    )
+
+
+def refuse_sparse(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise TypeError(
+        f"{info.name}: dtorch supports dense tensors only; make it sparse on the client: x.to_torch().to_sparse()"
     )
 
 
@@ -247,10 +259,18 @@ HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: item,
     aten.equal.default: equal,
     aten.allclose.default: allclose,
+    aten.tensor_split.tensor_indices_or_sections: tensor_split,
     aten.is_same_size.default: is_same_size,
     aten.is_pinned.default: is_pinned,
     aten.resize_.default: refuse_resize,
     aten.resize_as_.default: refuse_resize,
     aten.set_.source_Tensor: set_source,
+    aten._to_sparse.default: refuse_sparse,
+    aten._to_sparse.sparse_dim: refuse_sparse,
+    aten._to_sparse_csr.default: refuse_sparse,
+    aten._to_sparse_csc.default: refuse_sparse,
+    aten._to_sparse_bsr.default: refuse_sparse,
+    aten._to_sparse_bsc.default: refuse_sparse,
+    aten.to_mkldnn.default: refuse_sparse,
     torch.ops.dtorch.redistribute.default: redistribute.run,
 }

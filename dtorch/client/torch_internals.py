@@ -139,3 +139,15 @@ def _autocast_as_cpu() -> None:
 
     for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
         setattr(torch, name, translated(getattr(torch, name)))
+
+
+#: A context in which autograd's own kernels are passed over: torch's kernel of an op that we override.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def override(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+    """Have the dispatcher call ``function`` for a composite op, on our handles and on plain CPU tensors."""
+    if _library is None:
+        return
+    name = op._schema.name.removeprefix("aten::")
+    _library.impl(f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name, function, "AutogradCPU")
