@@ -89,12 +89,12 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
                 key.append(kind)
                 numbers.append(value)
             elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
-                key.append(_collect(value, is_number, tensors, numbers))
+                key.append(collect(value, is_number, tensors, numbers))
             else:
                 key.append(value)
         for name, value in kwargs.items():
             key.append(name)
-            key.append(_collect(value, info.by_name[name].is_number, tensors, numbers))
+            key.append(collect(value, info.by_name[name].is_number, tensors, numbers))
     except _Slow:
         return place_and_call(info, args, kwargs)
     controller = runtime._controller
@@ -113,7 +113,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
 
 
-def _collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[Any]) -> Any:
+def collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[Any]) -> Any:
     """The part of the key that ``value`` makes; its tensors and numbers are appended."""
     kind = type(value)
     if kind is Tensor:
@@ -125,7 +125,7 @@ def _collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[A
         numbers.append(value)
         return kind
     if kind is list or kind is tuple:
-        return tuple([_collect(item, is_number, tensors, numbers) for item in value])
+        return tuple([collect(item, is_number, tensors, numbers) for item in value])
     if isinstance(value, torch.Tensor):
         raise _Slow
     return value

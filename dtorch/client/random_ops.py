@@ -14,7 +14,8 @@ import torch
 from ..placement import REPLICATE, PlacementList, is_partial
 from ..program.ir import Const, Local
 from ..raw import dtype_name
-from ..sharding.plan import Builder
+from ..sharding import shapes
+from ..sharding.plan import ArgWriter, Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import host, runtime
@@ -197,15 +198,53 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def seeded(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Every device runs the op on whole inputs with a generator seeded by one key, and keeps its part."""
+    """A random op whose values need more than an element index: drawn from a generator seeded by one key."""
     key = draw_key()
-    generator = torch.Generator().manual_seed(key)
-    has_generator = "generator" in info.by_name
-    if has_generator:
-        return on_client(info, args, {**kwargs, "generator": generator})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key)
-        return on_client(info, args, kwargs)
+    if "generator" not in info.by_name:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key)
+            return on_client(info, args, kwargs)
+    if info.is_mutable:
+        return on_client(info, args, {**kwargs, "generator": torch.Generator().manual_seed(key)})
+    return on_workers(info, args, {name: v for name, v in kwargs.items() if name != "generator"}, key)
+
+
+def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
+    """Every device runs the op on whole inputs with a generator of the same seed, so that replicas agree."""
+    from . import aliasing, dispatch
+
+    tensors: list[Tensor] = []
+    numbers: list[Any] = []
+    for argument, value in [
+        *zip(info.arguments, args, strict=False),
+        *((info.by_name[n], v) for n, v in kwargs.items()),
+    ]:
+        dispatch.collect(value, argument.is_number, tensors, numbers)
+    metas, named = dispatch.with_metas(args, kwargs)
+    mesh = tensors[0]._spec.mesh
+    builder = Builder(mesh, len(tensors), len(numbers))
+    whole = [t._spec.replicate() for t in tensors]
+    slots = [
+        i if t._spec is w else builder.reshard(i, t._spec, w)
+        for i, (t, w) in enumerate(zip(tensors, whole, strict=True))
+    ]
+    written, by_name = ArgWriter(info, builder, slots, {}).write(metas, named)
+    specs = [
+        Spec.of(mesh, whole[0].placements, *meta) for meta in shapes.infer(info.op, metas, named) if meta is not None
+    ]
+    outs = [builder.slot() for _ in specs]
+    builder.body.append(Local("dtorch.seeded", [builder.operand(key), info.name, *written], by_name, outs))
+    controller = runtime.controller()
+    controller.mesh(mesh)
+    with controller.lock:
+        program = controller.define(builder.program(info.name, outs))
+        for tensor in tensors:
+            aliasing.refresh(controller, tensor._value)
+        values = [Value(next_value_id()) for _ in outs]
+        ids = [t._value.id for t in tensors] + [v.id for v in values]
+        controller.issue([program, *ids, *numbers, *builder.operands], info.name)
+    results = [dispatch.wrap(spec, value) for spec, value in zip(specs, values, strict=True)]
+    return results[0] if info.structure == "tensor" else tuple(results)
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
