@@ -1,8 +1,9 @@
 """Direct formulas for the common families of ops, whose meta kernels cost 50 to 1700 us a call (2 to 8 us here).
 
-Each returns None for whatever is not plain: then torch's meta kernel answers, or raises torch's own error. Result dtypes are not
-restated here: torch is asked once per combination of types, on tiny tensors. Plain means contiguous inputs, whose outputs are
-contiguous too.
+Each returns None for whatever is not plain: then torch's meta kernel answers. Result dtypes are not restated here: torch's CPU
+kernel is asked once per combination of types, on tiny tensors, for meta kernels skip checks (``int_tensor.mul_(0.5)``) and some
+name another type. Plain means contiguous inputs, whose outputs are contiguous too. A call that cannot be legal is REFUSED, and
+`shapes.infer` lets torch say why.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .spec import contiguous_stride
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 Outputs = tuple[Meta | None, ...]
+REFUSED: Outputs = (None, None, None, None, None, None, None)
+"""Not a result: torch raises for this call."""
 Formula = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], Outputs | None]
 
 aten = torch.ops.aten
@@ -65,13 +68,20 @@ def _contiguous(t: Any) -> bool:
     return t.stride == contiguous_stride(t.shape)
 
 
-def _dtypes(key: Any, ask: Callable[[], Outputs]) -> tuple[torch.dtype, ...] | None:
-    """The outputs' dtypes, asked once per ``key``; None if torch raises, for the real call to raise the same."""
+def _dtypes(
+    key: Any, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.dtype, ...] | None:
+    """The outputs' dtypes, asked once per ``key`` with stand-ins as arguments; None if torch raises."""
     try:
         return _DTYPES[key]
     except KeyError:
+        from .shapes import by_kernel, by_meta
+
         try:
-            found = tuple(out[2] for out in ask())  # type: ignore[index]
+            found = tuple(out[2] for out in by_kernel(op, args, kwargs))  # type: ignore[index]
+        except NotImplementedError:
+            # This dtype has no CPU kernel; the workers may not be CPUs.
+            found = tuple(out[2] for out in by_meta(op, args, kwargs))  # type: ignore[index]
         except Exception:
             found = None
         _DTYPES[key] = found
@@ -81,12 +91,6 @@ def _dtypes(key: Any, ask: Callable[[], Outputs]) -> tuple[torch.dtype, ...] | N
 def _kind(value: Any) -> Any:
     """What a result's dtype may depend on: of a number only its type."""
     return type(value) if isinstance(value, (int, float, complex)) and type(value) is not bool else value
-
-
-def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
-    from .shapes import by_meta
-
-    return by_meta(op, args, kwargs)
 
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -108,10 +112,10 @@ def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
 def pointwise(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
     key: list[Any] = [op]
     shapes = []
+    plain = True
     for value in (*args, *kwargs.values()) if kwargs else args:
         if hasattr(value, "stride"):
-            if not _contiguous(value):
-                return None
+            plain = plain and value.stride == contiguous_stride(value.shape)
             shapes.append(value.shape)
             key.append((value.dtype, not value.shape))
         elif isinstance(value, (list, torch.memory_format)):
@@ -124,9 +128,16 @@ def pointwise(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
         return None
     shape = broadcast(shapes)
     if shape is None:
-        return None
-    dtypes = _dtypes(tuple(key), lambda: _ask(op, [_tiny(a) for a in args], {k: _tiny(v) for k, v in kwargs.items()}))
-    return None if dtypes is None else ((shape, contiguous_stride(shape), dtypes[0]),)
+        return REFUSED
+    dtypes = _dtypes(tuple(key), op, [_tiny(a) for a in args], {k: _tiny(v) for k, v in kwargs.items()})
+    if dtypes is None:
+        return REFUSED
+    if plain:
+        return ((shape, contiguous_stride(shape), dtypes[0]),)
+    from .shapes import by_meta
+
+    found = by_meta(op, args, kwargs)[0]
+    return ((found[0], found[1], dtypes[0]),)  # type: ignore[index]
 
 
 def _tiny(value: Any) -> Any:
@@ -137,32 +148,46 @@ def inplace(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     """The written tensor itself, if the others broadcast to it."""
     first = args[0]
     found = pointwise(op, args, kwargs)
-    return found if found is not None and found[0][0] == tuple(first.shape) else None  # type: ignore[index]
+    if found is None or found is REFUSED:
+        return found
+    if found[0][0] != tuple(first.shape):  # type: ignore[index]
+        return REFUSED
+    return ((tuple(first.shape), first.stride, first.dtype),)
 
 
 def _like_first(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
-    """One output of the first tensor's shape, whatever its dims; all tensors of that shape."""
+    """One output of the first tensor's shape; all tensors of that shape. An int is a dim."""
+    return _same_shape(op, args, kwargs, ints_are_dims=True)
+
+
+def _triangle(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
+    """The same; the int is any diagonal."""
+    return _same_shape(op, args, kwargs, ints_are_dims=False) if len(args[0].shape) >= 2 else REFUSED
+
+
+def _same_shape(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], ints_are_dims: bool
+) -> Outputs | None:
     first = args[0]
     shape = first.shape
-    key: list[Any] = [op]
+    key: list[Any] = [op, len(shape) == 0]
+    plain = True
     for value in (*args, *kwargs.values()):
         if hasattr(value, "stride"):
-            if value.shape != shape or not _contiguous(value):
-                return None
+            plain = plain and value.shape == shape and _contiguous(value)
             key.append(value.dtype)
         elif isinstance(value, torch.memory_format):
             return None
         elif type(value) is int:
-            # A dim, or a diagonal; legal ones only.
-            if not -len(shape) <= value < len(shape):
-                return None
+            if ints_are_dims and not -max(len(shape), 1) <= value < max(len(shape), 1):
+                return REFUSED
         else:
             key.append(_kind(value))
-    key.append(tuple(kwargs))
-    if len(shape) < 2:
+    if not plain:
         return None
-    dtypes = _dtypes(tuple(key), lambda: _ask(op, [_small(a) for a in args], {k: _small(v) for k, v in kwargs.items()}))
-    return None if dtypes is None else ((tuple(shape), contiguous_stride(shape), dtypes[0]),)
+    key.append(tuple(kwargs))
+    dtypes = _dtypes(tuple(key), op, [_small(a) for a in args], {k: _small(v) for k, v in kwargs.items()})
+    return REFUSED if dtypes is None else ((tuple(shape), contiguous_stride(shape), dtypes[0]),)
 
 
 def _small(value: Any) -> Any:
@@ -176,12 +201,11 @@ formula(
     aten._log_softmax_backward_data.default,
     aten.cumsum.default,
     aten.cumprod.default,
-    aten.tril.default,
-    aten.triu.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.empty_like.default,
 )(_like_first)
+formula(aten.tril.default, aten.triu.default)(_triangle)
 
 
 @formula(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default)
@@ -203,17 +227,16 @@ def reduction(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     gone = set()
     for d in dims:
         if not -len(shape) <= d < len(shape) or d % len(shape) in gone:
-            return None
+            return None if not shape else REFUSED
         gone.add(d % len(shape))
     if 0 in shape and op in (aten.amax.default, aten.amin.default):
         return None
     out = tuple([1 if d in gone else n for d, n in enumerate(shape) if keepdim or d not in gone])
     dtype = kwargs.get("dtype")
-    key = (op, x.dtype, dtype)
     extra = {} if dtype is None else {"dtype": dtype}
     order = [2.0] if op is aten.linalg_vector_norm.default else []
-    dtypes = _dtypes(key, lambda: _ask(op, [Tiny((2, 2), x.dtype), *order, [0]], extra))
-    return None if dtypes is None else ((out, contiguous_stride(out), dtypes[0]),)
+    dtypes = _dtypes((op, x.dtype, dtype), op, [Tiny((2, 2), x.dtype), *order, [0]], extra)
+    return REFUSED if dtypes is None else ((out, contiguous_stride(out), dtypes[0]),)
 
 
 @formula(aten.addmm.default)
@@ -222,10 +245,10 @@ def addmm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
         return None
     bias, a, b = args
     if not (bias.dtype == a.dtype == b.dtype) or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
-        return None
+        return REFUSED
     out = (a.shape[0], b.shape[1])
     if len(bias.shape) > 2 or broadcast([tuple(bias.shape), out]) != out:
-        return None
+        return REFUSED
     return ((out, contiguous_stride(out), a.dtype),)
 
 
@@ -276,20 +299,27 @@ def layer_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     x, normalized, weight, bias, _ = args
     normalized = tuple(normalized)
     batch = len(x.shape) - len(normalized)
-    if not normalized or batch < 1 or tuple(x.shape[batch:]) != normalized or not _contiguous(x) or 0 in x.shape:
-        return None
+    if not normalized or batch < 0 or tuple(x.shape[batch:]) != normalized:
+        return REFUSED
     key: list[Any] = [op, x.dtype]
+    plain = batch > 0 and _contiguous(x) and 0 not in x.shape
     for t in (weight, bias):
-        if t is not None and (tuple(t.shape) != normalized or not _contiguous(t)):
-            return None
+        if t is not None and tuple(t.shape) != normalized:
+            return REFUSED
+        plain = plain and (t is None or _contiguous(t))
         key.append(None if t is None else t.dtype)
     given = [None if t is None else Tiny((2,), t.dtype) for t in (weight, bias)]
-    dtypes = _dtypes(tuple(key), lambda: _ask(op, [Tiny((2, 2), x.dtype), [2], *given, 1e-5], {}))
+    dtypes = _dtypes(tuple(key), op, [Tiny((2, 2), x.dtype), [2], *given, 1e-5], {})
     if dtypes is None:
-        return None
-    stats = (*x.shape[:batch], *[1] * len(normalized))
-    stride = contiguous_stride(stats)
-    return ((tuple(x.shape), x.stride, dtypes[0]), (stats, stride, dtypes[1]), (stats, stride, dtypes[2]))
+        return REFUSED
+    if plain:
+        stats = (*x.shape[:batch], *[1] * len(normalized))
+        stride = contiguous_stride(stats)
+        return ((tuple(x.shape), x.stride, dtypes[0]), (stats, stride, dtypes[1]), (stats, stride, dtypes[2]))
+    from .shapes import by_meta
+
+    found = by_meta(op, args, kwargs)
+    return tuple([(out[0], out[1], dtype) for out, dtype in zip(found, dtypes, strict=True)])  # type: ignore[index]
 
 
 @formula(aten.native_layer_norm_backward.default)
@@ -327,7 +357,9 @@ def nll_loss(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 )
 def batch_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
     """With fixed statistics nothing is saved, though the meta kernel says so (torch 2.13; `test_shapes`)."""
-    found = _ask(op, args, kwargs)
+    from .shapes import by_meta
+
+    found = by_meta(op, args, kwargs)
     if args[5]:
         return found
     saved = tuple(((0,), (1,), out[2]) for out in found[1:3])  # type: ignore[index]

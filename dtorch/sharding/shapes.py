@@ -1,17 +1,19 @@
 """Shapes, strides and dtypes of an op's outputs from those of its inputs, without data: what torch itself would return.
 
 `infer` asks, in this order: a direct formula for a common family (`fast_shapes`), torch's meta kernels, torch's fake
-tensors. Illegal shapes raise torch's own error.
+tensors. An illegal call is run for real, on memory that nobody touches, so that torch's own error is raised: many meta kernels word it
+differently.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .fast_shapes import Meta, formula_of
+from .fast_shapes import REFUSED, Meta, formula_of
 
 
 class DataDependent(Exception):
@@ -55,11 +57,49 @@ def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     if op in DATA_DEPENDENT or _has_mask(op, args):
         raise DataDependent(str(op))
     fast = formula_of(op)
-    if fast is not None:
-        found = fast(op, args, kwargs)
-        if found is not None:
-            return found
+    try:
+        if fast is not None:
+            found = fast(op, args, kwargs)
+            if found is not None and found is not REFUSED:
+                return found
+            if found is REFUSED:
+                return _reworded(op, args, kwargs, None)
+        return by_meta(op, args, kwargs)
+    except DataDependent:
+        raise
+    except Exception as error:
+        return _reworded(op, args, kwargs, error)
+
+
+#: An illegal call is repeated with real tensors of up to this many elements; kernels check before they touch memory.
+REPEATED = 1 << 24
+
+
+def _reworded(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception | None
+) -> tuple[Meta | None, ...]:
+    """Raise what torch's CPU kernel raises; if it does not, what it returns is the answer."""
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    if not random and _elements(args) + _elements(tuple(kwargs.values())) <= REPEATED:
+        try:
+            return by_kernel(op, args, kwargs)
+        except NotImplementedError:
+            pass  # no CPU kernel: the workers may not be CPUs
+    if error is not None:
+        raise error
     return by_meta(op, args, kwargs)
+
+
+def _elements(value: Any) -> int:
+    if hasattr(value, "stride"):
+        return math.prod(value.shape)
+    return sum(map(_elements, value)) if type(value) in (list, tuple) else 0
+
+
+def by_kernel(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
+    """What torch's CPU kernel makes of tensors of these shapes."""
+    with torch.no_grad():
+        return _flatten(op(*_rebuild(args, "cpu"), **_rebuild_kwargs(kwargs, "cpu")))
 
 
 def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def captured() -> tuple[Sample, ...]:
-    return tuple(sample for samples in from_opinfo(limit=3, per_op=4).samples.values() for sample in samples)
+    return tuple(sample for samples in from_opinfo(limit=3, per_op=3).samples.values() for sample in samples)
 
 
 @functools.cache
@@ -47,14 +47,6 @@ def wrong_of(samples: Sequence[Sample], sizes: Sequence[int], pairs: int) -> tup
             except Exception as error:
                 wrong.append(f"{sample} on {mesh_shape}: {chosen}\n    {str(error)[:300]}")
     return wrong, ran
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("source", [written, captured])
