@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+#: Tensors of at least this many bytes are copied into huge pages.
+HUGE_BYTES = 4 << 20
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,6 +30,15 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.T
     if not data:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
+
+
+def copied(flat: torch.Tensor) -> torch.Tensor:
+    """A copy of a 1-d uint8 tensor. A large one lies in huge pages, since touching small ones the first time costs more than the copy."""
+    if flat.numel() < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return flat.clone()
+    memory = mmap.mmap(-1, flat.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).copy_(flat)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

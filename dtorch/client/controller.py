@@ -28,7 +28,7 @@ from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import encode
 from ..program.ir import Program
-from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
+from ..raw import copied, dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.spec import Spec, mesh_id
 from . import lines
@@ -447,7 +447,7 @@ class Gather(Waiting):
             return False
         if self.landing is not None:
             memory, reference = self.landing
-            self.whole = memory.view(spec.dtype).view(spec.shape).clone()
+            self.whole = copied(memory).view(spec.dtype).view(spec.shape)
             self.controller.engine.release(reference)
         self.future._set(self.whole)
         return True
