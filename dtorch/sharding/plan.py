@@ -16,7 +16,7 @@ from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, encode, is_partial
 from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
 from ..raw import dtype_name
-from . import shapes
+from . import checks, shapes
 from .choose import Decision, choose
 from .schema import OpInfo
 from .spec import Spec, mesh_id
@@ -136,6 +136,8 @@ def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: 
     """
     mesh = common_mesh(info.op, specs)
     inferred = shapes.infer(info.op, args, kwargs)
+    if mesh.device_type == "cpu":
+        checks.check(info.op, args, kwargs)
     outputs = tuple(None if out is None else TensorArg(i, *out) for i, out in enumerate(inferred))
     inputs = tuple(TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs))
     call = Call(info.op, args, kwargs, inputs, outputs)
@@ -148,6 +150,8 @@ def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: 
 def plan_gathered(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec], outputs: int) -> Plan:
     """The plan of an op whose outputs' shapes depend on values: run replicated; the outputs' specs are not known."""
     mesh = common_mesh(info.op, specs)
+    if mesh.device_type == "cpu":
+        checks.check(info.op, args, kwargs)
     builder = Builder(mesh, len(specs), info.count_numbers(args, kwargs))
     moves = []
     slots = []
