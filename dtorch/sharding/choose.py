@@ -79,8 +79,14 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     outputs = [[REPLICATE] * len(mesh.shape) for _ in call.outputs]
     local = finish = None
     gathered = False
+    # The indices of a list op are often alike, and specs are interned.
+    solved: dict[tuple, list[Strategy] | None] = {}
     for problem in problems:
-        chosen = problem.solve()
+        key = (*map(id, problem.specs), *problem.keep)
+        if key in solved:
+            chosen = solved[key]
+        else:
+            chosen = solved[key] = problem.solve()
         if chosen is None:
             if problem.keep:
                 return dataclasses.replace(_choose(call, specs, {}), keep_failed=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .rules import STATIC_NUMBERS
 from .strategy import TensorArg
 
 aten = torch.ops.aten
@@ -40,7 +41,8 @@ _NUMBER_KINDS = ("NumberType", "FloatType", "TensorType")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Argument:
-    """One schema argument. ``is_number``: its value is an operand, only its Python type matters to planning.
+    """One schema argument. ``is_number``: its value is an operand, only its Python type matters to planning (not so the
+    `STATIC_NUMBERS` of rules, which are constants).
     ``is_size``: an operand too, but planning depends on it."""
 
     name: str
@@ -59,7 +61,8 @@ class OpInfo:
         schema = op._schema
         self.op = op
         self.name = f"{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
-        self.arguments = tuple(_argument(i, a) for i, a in enumerate(schema.arguments))
+        static = STATIC_NUMBERS.get(op, frozenset())
+        self.arguments = tuple(_argument(i, a, a.name in static) for i, a in enumerate(schema.arguments))
         self.by_name = {a.name: a for a in self.arguments}
         self.written = tuple(a for a in self.arguments if a.is_write)
         self.outs = tuple(a for a, x in zip(self.arguments, schema.arguments, strict=True) if x.is_out)
@@ -123,13 +126,13 @@ class OpInfo:
         return indices[0] if indices else None
 
 
-def _argument(position: int, argument: Any) -> Argument:
+def _argument(position: int, argument: Any, static: bool) -> Argument:
     kind = _kind(argument.real_type)
     alias = argument.alias_info
     return Argument(
         argument.name,
         position,
-        kind in _NUMBER_KINDS,
+        kind in _NUMBER_KINDS and not static,
         kind == "SymIntType",
         alias is not None and alias.is_write,
         argument.kwarg_only,

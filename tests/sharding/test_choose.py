@@ -42,12 +42,15 @@ def decide(op: Any, *args: Any, keep: Any = (), mesh: DeviceMesh = MESH, **kwarg
 @pytest.mark.parametrize(("a", "b", "out"), [(S0, R, S0), (R, S1, S1), (S1, S0, P), (R, R, R), (P, R, P)])
 def test_matrix_products_that_move_nothing(a, b, out) -> None:
     found = decide(aten.mm.default, ((512, 512), a), ((512, 512), b))
-    assert found.inputs == ([a], [b]) and found.outputs == ([out],) and not found.gathered
+    assert found.inputs == ([a], [b])
+    assert found.outputs == ([out],)
+    assert not found.gathered
 
 
 def test_a_two_layer_perceptron_needs_one_reduction() -> None:
     up = decide(aten.addmm.default, ((4096,), S0), ((128, 1024), R), ((1024, 4096), S1))
-    assert up.outputs == ([S1],) and up.inputs == ([S0], [R], [S1])
+    assert up.outputs == ([S1],)
+    assert up.inputs == ([S0], [R], [S1])
     act = decide(aten.gelu.default, ((128, 4096), S1))
     assert act.outputs == ([S1],)
     down = decide(aten.mm.default, ((128, 4096), S1), ((4096, 1024), S0))
@@ -63,7 +66,8 @@ def test_data_parallel_gradients_are_pending() -> None:
 
 def test_fully_sharded_weights_are_gathered_for_a_large_batch() -> None:
     found = decide(aten.mm.default, ((65536, 512), S0), ((512, 512), S0))
-    assert found.inputs == ([S0], [R]) and found.outputs == ([S0],)
+    assert found.inputs == ([S0], [R])
+    assert found.outputs == ([S0],)
 
 
 def test_small_pending_sums_are_completed_at_once() -> None:
@@ -77,27 +81,34 @@ def test_no_dim_is_sharded_into_nothing() -> None:
 
 def test_a_written_tensor_keeps_its_placements() -> None:
     found = decide(aten.add_.Tensor, ((64, 64), S1), ((64, 64), S0), keep={0})
-    assert found.inputs == ([S1], [S1]) and found.outputs == ([S1],) and not found.keep_failed
+    assert found.inputs == ([S1], [S1])
+    assert found.outputs == ([S1],)
+    assert not found.keep_failed
     found = decide(aten.mul_.Tensor, ((64, 64), R), ((64, 64), P), keep={0})
-    assert found.inputs == ([R], [R]) and not found.keep_failed
+    assert found.inputs == ([R], [R])
+    assert not found.keep_failed
     found = decide(aten.relu_.default, ((64, 64), P), keep={0})
-    assert found.keep_failed and found.inputs in (([R],), ([S0],))
+    assert found.keep_failed
+    assert found.inputs in (([R],), ([S0],))
     found = decide(aten.cumsum_.default, ((64, 64), S0), 0, keep={0})
     assert found.keep_failed
 
 
 def test_ops_without_a_rule_are_gathered() -> None:
     found = decide(aten.linalg_inv_ex.default, ((8, 8), S0))
-    assert found.gathered and found.inputs == ([R],)
+    assert found.gathered
+    assert found.inputs == ([R],)
     assert not decide(aten.linalg_inv_ex.default, ((8, 8), R)).gathered
 
 
 def test_views_need_even_parts_over_all_axes() -> None:
     split = decide(aten.view.default, ((8, 24), (S1, S1)), [8, 4, 6], mesh=GRID)
-    assert split.outputs == ([S1, S1],) and not split.gathered
+    assert split.outputs == ([S1, S1],)
+    assert not split.gathered
     uneven = decide(aten.view.default, ((8, 12), (S1, S1)), [8, 2, 6], mesh=GRID)
     assert uneven.outputs[0].count(S1) == 1
-    assert decide(aten.view.default, ((8, 9), S1), [8, 3, 3]).outputs[0] == [R]
+    # Nine in three and three cannot stay in two parts: the other dim takes over, for half of what gathering costs.
+    assert decide(aten.view.default, ((8, 9), S1), [8, 3, 3]).outputs[0] == [S0]
 
 
 def test_heads_stay_where_they_are() -> None:
@@ -113,14 +124,17 @@ def test_each_index_of_a_list_is_on_its_own() -> None:
         [((64, 64), S0), ((64,), P), ((8, 8), S0)],
         keep={0, 1, 2},
     )
-    assert found.inputs == ([S0], [R], [S1], [S0], [R], [S1]) and not found.keep_failed
+    assert found.inputs == ([S0], [R], [S1], [S0], [R], [S1])
+    assert not found.keep_failed
     norms = decide(aten._foreach_norm.Scalar, [((64, 64), S0), ((64,), R)], 2)
-    assert norms.outputs == ([P], [R]) and norms.finish is not None
+    assert norms.outputs == ([P], [R])
+    assert norms.finish is not None
 
 
 def test_mean_over_the_sharded_dim_counts_the_whole() -> None:
     found = decide(aten.mean.dim, ((1000, 512), S0), [0, 1])
-    assert found.outputs == ([P],) and found.local == "dtorch.mean"
+    assert found.outputs == ([P],)
+    assert found.local == "dtorch.mean"
 
 
 @pytest.mark.parametrize("case", ["add", "mm", "layer_norm", "view"])
