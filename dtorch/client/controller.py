@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -62,12 +63,20 @@ QUIET = 0.05
 _pid = os.getpid()
 
 
+_forked = False
+
+
 def _in_child() -> None:
-    global _pid
+    global _pid, _forked
     _pid = os.getpid()
+    _forked = True
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+#: What a worker says of a value that it does not have.
+_ABSENT = re.compile(r"value (\d+) is not in the store")
 
 
 class Failure:
@@ -110,6 +119,8 @@ class Controller:
         self.lost: Exception | None = None
         self.closed = False
         self.pid = _pid
+        #: Values before this one are of an earlier cluster, or of the process that this one was forked from.
+        self.floor = next_value_id()
         self.bytes_ahead = 0
         self.history = lines.History()
         self._sent = 0.0
@@ -199,13 +210,19 @@ class Controller:
 
     def _unusable(self) -> Exception:
         if self.pid != _pid:
+            return self.foreign()
+        if self.lost is not None:
+            return type(self.lost)(*self.lost.args)
+        return DTorchError("this tensor belongs to a cluster that has been shut down; make it anew after dtorch.init()")
+
+    def foreign(self) -> DTorchError:
+        """What the use of a value below `floor` raises."""
+        if _forked:
             return DTorchError(
                 "a forked process cannot use the dtorch tensors of its parent; "
                 "create tensors after the fork, or pass plain tensors (x.to_torch()) to it"
             )
-        if self.lost is not None:
-            return type(self.lost)(*self.lost.args)
-        return DTorchError("this tensor belongs to a cluster that has been shut down; make it anew after dtorch.init()")
+        return DTorchError("this tensor belongs to a cluster that has been shut down; make it anew")
 
     # -- meshes and programs ------------------------------------------------------------------------------------------
 
@@ -261,6 +278,8 @@ class Controller:
 
     def get(self, value: Value, spec: Spec) -> TensorFuture:
         """Ask for a whole tensor, which must have no Partial; a future of a plain contiguous CPU tensor."""
+        if value.id < self.floor:
+            raise self.foreign()
         landing = None
         if spec.nbytes > INLINE_BYTES:
             landing = self.engine.landing(spec.nbytes)
@@ -280,6 +299,8 @@ class Controller:
 
     def shards(self, value: Value, spec: Spec) -> dict[int, torch.Tensor]:
         """What every device holds, by device id."""
+        if value.id < self.floor:
+            raise self.foreign()
         waiting = Collect(self, TensorFuture(), len(spec.mesh.device_ids))
         self._ask(waiting, lambda token: [protocol.SHARDS, token, value.id, mesh_id(spec.mesh)])
         replies = self.wait(waiting.future)
@@ -341,6 +362,9 @@ class Controller:
         elif kind == protocol.FAILED:
             _, device, sequence, name, message, coordinate, shapes = event
             line = self.history.describe(sequence)
+            absent = _ABSENT.fullmatch(message)
+            if absent and int(absent[1]) < self.floor:
+                name, message = "DTorchError", str(self.foreign())
             failure = Failure(device, sequence, name, message, coordinate, shapes, line)
             key = (device, sequence)
             self.failures[key] = failure

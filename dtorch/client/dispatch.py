@@ -146,6 +146,9 @@ def place_and_call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def make_plan(info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], controller: Controller) -> Plan:
     """Plan a call and tell the workers its program."""
+    for tensor in tensors:
+        if tensor._value.id < controller.floor:
+            raise controller.foreign()
     metas, named = with_metas(args, kwargs)
     plan = plan_op(info, metas, named, [t._spec for t in tensors])
     controller.mesh(plan.mesh)
@@ -191,6 +194,8 @@ def execute(
         command = [plan.program_id]
         for tensor in tensors:
             value = tensor._value
+            if value.id < controller.floor:
+                raise controller.foreign()
             if value.copy is not None:
                 aliasing.refresh(controller, value)
             command.append(value.id)
@@ -235,9 +240,12 @@ def execute_simple(
     """`execute` for the common kind of op: one fresh result, nothing written."""
     number = next_value_id()
     command = [plan.program_id]
+    floor = controller.floor
     with controller.lock:
         for tensor in tensors:
             value = tensor._value
+            if value.id < floor:
+                raise controller.foreign()
             if value.copy is not None:
                 aliasing.refresh(controller, value)
             command.append(value.id)

@@ -94,6 +94,8 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     spec = x._spec
     goal = Spec.of(mesh, placements, spec.shape, spec.stride, spec.dtype)
     controller = runtime.controller()
+    if x._value.id < controller.floor:
+        raise controller.foreign()
     controller.mesh(spec.mesh)
     controller.mesh(goal.mesh)
     builder = Builder(spec.mesh, 1, 0)

@@ -18,6 +18,7 @@ from .controller import Controller
 
 _lock = threading.RLock()
 _controller: Controller | None = None
+_inherited: Controller | None = None
 _shut_down = False
 _default_mesh: DeviceMesh | None = None
 #: Called when a cluster ends, to drop what was planned for it.
@@ -78,7 +79,7 @@ def init(
         random=random,
     )
     with _lock:
-        if _controller is not None and _controller.pid == os.getpid():
+        if _controller is not None:
             raise DTorchError("dtorch is running already; call dtorch.shutdown() before dtorch.init()")
         _start(settings)
 
@@ -99,6 +100,19 @@ def shutdown() -> None:
             found.close()
         for callback in on_close:
             callback()
+
+
+def _in_child() -> None:
+    """A forked process has no cluster: it starts one of its own when it needs one. Its parent's is kept, but left alone."""
+    global _lock, _controller, _shut_down, _inherited
+    _lock = threading.RLock()
+    _inherited, _controller = _controller, None
+    _shut_down = False
+    for callback in on_close:
+        callback()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def is_initialized() -> bool:
@@ -148,7 +162,7 @@ def current() -> Controller | None:
 def _at_exit() -> None:
     """End the workers; a failure that nobody has seen is printed and makes the exit status 1."""
     found = _controller
-    if found is None or found.pid != os.getpid():
+    if found is None:
         return
     error: BaseException | None = None
     try:
