@@ -13,6 +13,7 @@ from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
 from .controller import Controller
+from .interrupts import critical
 from .values import Copy, Value, next_value_id
 
 aten = torch.ops.aten
@@ -39,6 +40,7 @@ def _constants(value: Any) -> Any:
     return value
 
 
+@critical
 def refresh(controller: Controller, value: Value) -> None:
     """Make the copy whose memory ``value`` is agree with its parent. The caller holds the lock."""
     copy = value.copy

@@ -32,7 +32,7 @@ from ..program.ir import Program
 from ..raw import copied, dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.spec import Spec, mesh_id
-from . import lines
+from . import interrupts, lines
 from .values import FREED, Value, next_value_id
 
 log = logging.getLogger("dtorch")
@@ -127,10 +127,12 @@ class Controller:
         self._flusher_sleeps = True
         self._wake = threading.Event()
         self.engine: Engine = _make_engine(config, self)
+        interrupts.install()
         self._flusher: threading.Thread | None = None
 
     # -- issuing ------------------------------------------------------------------------------------------------------
 
+    @interrupts.critical
     def issue(self, command: list, name: str | None = None) -> None:
         """Append one command; the caller holds the lock. ``name`` is what an error says it is."""
         if self.lost is not None or self.closed or self.pid != _pid:
@@ -150,6 +152,7 @@ class Controller:
         elif perf_counter() - self._sent > SEND_INTERVAL and not self.engine.behind():
             self.flush()
 
+    @interrupts.critical
     def flush(self) -> None:
         """Send what is queued, and what has died. The caller holds the lock."""
         if FREED:
@@ -173,6 +176,7 @@ class Controller:
         elif engine.behind() > AHEAD:
             engine.wait_behind(AHEAD // 2)
 
+    @interrupts.critical
     def drain(self) -> None:
         """Queue the frees of values that have died. The caller holds the lock."""
         ids = []
@@ -399,6 +403,7 @@ class Controller:
         if self.closed:
             return
         self.closed = True
+        interrupts.uninstall()
         self._wake.set()
         if self.pid == _pid:
             self.engine.close()

@@ -19,6 +19,7 @@ from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
+from .interrupts import critical
 from .values import FREED, Value, next_value_id
 
 #: Plans kept, over all ops; the least recently used go first.
@@ -189,37 +190,7 @@ def execute(
             controller.drain()
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
-    outputs = plan.outputs
-    with controller.lock:
-        command = [plan.program_id]
-        for tensor in tensors:
-            value = tensor._value
-            if value.id < controller.floor:
-                raise controller.foreign()
-            if value.copy is not None:
-                aliasing.refresh(controller, value)
-            command.append(value.id)
-        results: list[Any] = []
-        returned = info.returned_inputs
-        for i, spec in enumerate(outputs):
-            alias = plan.aliases[i]
-            if i in returned:
-                results.append(None if alias is None else tensors[alias])
-            elif spec is None:
-                results.append(None)
-            else:
-                number = next_value_id()
-                command.append(number)
-                if alias is None:
-                    fresh = Value(number)
-                else:
-                    fresh = aliasing.view_value(number, spec, plan, i, info, tensors[alias], args, kwargs)
-                results.append(wrap(spec, fresh) if alias is None else wrap_view(spec, fresh, tensors[alias]))
-        command += numbers
-        command += plan.operands
-        controller.issue(command, info.name)
-        for i in plan.writes:
-            aliasing.written(controller, tensors[i]._value)
+    results = _queue(info, plan, args, kwargs, tensors, numbers, controller)
     controller.bytes_ahead += plan.nbytes
     controller.pressure()
     if controller.config.sync:
@@ -234,11 +205,55 @@ def execute(
     return None
 
 
+@critical
+def _queue(
+    info: CallInfo,
+    plan: Plan,
+    args: Any,
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    numbers: list[Any],
+    controller: Controller,
+) -> list[Any]:
+    """Queue the command and bring writes to their aliases; the results."""
+    with controller.lock:
+        command = [plan.program_id]
+        for tensor in tensors:
+            value = tensor._value
+            if value.id < controller.floor:
+                raise controller.foreign()
+            if value.copy is not None:
+                aliasing.refresh(controller, value)
+            command.append(value.id)
+        results: list[Any] = []
+        returned = info.returned_inputs
+        for i, spec in enumerate(plan.outputs):
+            alias = plan.aliases[i]
+            if i in returned:
+                results.append(None if alias is None else tensors[alias])
+            elif spec is None:
+                results.append(None)
+            else:
+                number = next_value_id()
+                command.append(number)
+                if alias is None:
+                    results.append(wrap(spec, Value(number)))
+                else:
+                    fresh = aliasing.view_value(number, spec, plan, i, info, tensors[alias], args, kwargs)
+                    results.append(wrap_view(spec, fresh, tensors[alias]))
+        command += numbers
+        command += plan.operands
+        controller.issue(command, info.name)
+        for i in plan.writes:
+            aliasing.written(controller, tensors[i]._value)
+    return results
+
+
 def execute_simple(
     info: CallInfo, plan: Plan, tensors: list[Tensor], numbers: list[Any], controller: Controller
 ) -> Tensor:
     """`execute` for the common kind of op: one fresh result, nothing written."""
-    number = next_value_id()
+    result_value = Value(next_value_id())
     command = [plan.program_id]
     floor = controller.floor
     with controller.lock:
@@ -249,14 +264,14 @@ def execute_simple(
             if value.copy is not None:
                 aliasing.refresh(controller, value)
             command.append(value.id)
-        command.append(number)
+        command.append(result_value.id)
         command += numbers
         command += plan.operands
         controller.issue(command, info.name)
     spec = plan.outputs[0]
     result = torch_internals.make_wrapper(Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=torch_internals.CPU)
     result._spec = spec
-    result._value = Value(number)
+    result._value = result_value
     controller.bytes_ahead += plan.nbytes
     if not controller.sequence & 255 or controller.bytes_ahead > AHEAD_BYTES:
         controller.pressure()

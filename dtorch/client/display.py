@@ -13,13 +13,12 @@ PREFIX = "tensor("
 def text(tensor: Tensor) -> str:
     """Summarised as torch does, without fetching all of a large tensor."""
     options = torch._tensor_str.PRINT_OPTS
-    x = tensor.detach()
-    if x.numel() > options.threshold:
+    if tensor.numel() > options.threshold:
         with torch.no_grad():
-            plain = _edges(x, options.edgeitems).to_torch()
+            plain = _edges(tensor.detach(), options.edgeitems).to_torch()
         body = _summarised(plain)
     else:
-        plain = x.to_torch()
+        plain = tensor.to_torch()
         body = torch_internals.format_values(plain, len(PREFIX))
     parts = [body, f"shape={tuple(tensor.shape)}", f"dtype={tensor.dtype}", f"device_mesh={tensor.device_mesh!r}"]
     parts.append(f"placements={tensor.placements!r}")

@@ -15,6 +15,7 @@ from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, lambda seed: None)
 torch_internals.support_foreach(Tensor)
+torch_internals.refuse_dlpack(Tensor)
 composites.register()
 
 

@@ -83,7 +83,7 @@ def redistribute(x: Any, mesh: DeviceMesh, placements: list[Placement] | tuple[P
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The dispatch handler of the op."""
-    from . import aliasing, dispatch, host, runtime
+    from . import dispatch, host
 
     x, target = args
     mesh, placements = _TARGETS[target]
@@ -91,11 +91,15 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise TypeError("redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch")
     if x._spec is None:
         return host.from_plain(x._host.plain, mesh, placements) if x._host.root.joined is None else _joined(x, target)
+    return move(x, Spec.of(mesh, placements, x._spec.shape, x._spec.stride, x._spec.dtype))
+
+
+def move(x: Any, goal: Spec) -> Any:
+    """A new tensor with the values of a placed one, at ``goal``; without autograd, and without torch's dispatcher."""
+    from . import aliasing, dispatch, runtime
+
     spec = x._spec
-    goal = Spec.of(mesh, placements, spec.shape, spec.stride, spec.dtype)
     controller = runtime.controller()
-    if x._value.id < controller.floor:
-        raise controller.foreign()
     controller.mesh(spec.mesh)
     controller.mesh(goal.mesh)
     builder = Builder(spec.mesh, 1, 0)
@@ -107,7 +111,7 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         value = Value(next_value_id())
         number = controller.define(program)
         controller.issue([number, x._value.id, value.id, *builder.operands], "redistribute")
-    controller.bytes_ahead += goal.nbytes // len(mesh.device_ids)
+    controller.bytes_ahead += goal.nbytes // len(goal.mesh.device_ids)
     controller.pressure()
     return dispatch.wrap(goal, value)
 

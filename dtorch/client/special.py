@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceUnavailable
+from ..sharding.plan import stride_order
 from ..tensor import Tensor
 from . import host, random_ops, redistribute, torch_internals
 
@@ -100,6 +101,37 @@ def same_handle(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return wrap_view(x._spec, x._value, x)
 
 
+def data_of(x: Tensor) -> Tensor:
+    """``x.data``: unlike of ``x.detach()``, its writes are none of autograd's business, so it counts versions of its own."""
+    from .dispatch import wrap_view
+
+    if x._spec is None:
+        return host.make(x._host.plain.data, x._host.root)
+    return wrap_view(x._spec, x._value, x)
+
+
+def as_strided(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Devices hold parts, laid out anew: a window over a whole tensor can be taken, one over what lies around a view cannot."""
+    from .dispatch import call
+
+    x = args[0]
+    if type(x) is not Tensor or x._spec is None:
+        return NotImplemented
+    size, stride, offset = (
+        info.value_of(info.by_name[name], args, kwargs) for name in ("size", "stride", "storage_offset")
+    )
+    whole = x.untyped_storage().nbytes() == x.nbytes
+    reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    order = stride_order(tuple(x.shape), x.stride())
+    if not x.permute(order).is_contiguous() or (offset is not None and not whole) or (offset or 0) + reach > x.numel():
+        raise RuntimeError(
+            f"as_strided: size {list(size)}, stride {list(stride)} and storage_offset {offset} reach beyond the elements of this dtorch "
+            "tensor, which is a view of part of another; call as_strided on the tensor it is a view of, or index that"
+        )
+    flat = x.permute(order).view(-1)
+    return call(info, (flat[offset:] if offset else flat, size, stride), {})
+
+
 def item(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0].to_torch().item()
 
@@ -152,6 +184,12 @@ def set_source(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     rebind(target, source)
     return target
+
+
+def refuse_set(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(
+        f"{info.name}: a dtorch tensor has no storage in this process; only x.set_(another dtorch tensor) is supported"
+    )
 
 
 def rebind(target: Tensor, source: Tensor) -> None:
@@ -265,6 +303,11 @@ HANDLERS: dict[Any, Handler] = {
     aten.resize_.default: refuse_resize,
     aten.resize_as_.default: refuse_resize,
     aten.set_.source_Tensor: set_source,
+    aten.set_.default: refuse_set,
+    aten.set_.source_Storage: refuse_set,
+    aten.set_.source_Storage_storage_offset: refuse_set,
+    aten.set_.source_Tensor_storage_offset: refuse_set,
+    aten.as_strided.default: as_strided,
     aten._to_sparse.default: refuse_sparse,
     aten._to_sparse.sparse_dim: refuse_sparse,
     aten._to_sparse_csr.default: refuse_sparse,

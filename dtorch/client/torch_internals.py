@@ -21,6 +21,8 @@ BACKEND = "dtorch"
 
 CPU = torch.device("cpu")
 
+_PRIVATE_USE = torch._C._autograd.DeviceType.PrivateUse1
+
 make_wrapper = torch.Tensor._make_wrapper_subclass
 make_subclass = torch.Tensor._make_subclass
 
@@ -83,11 +85,25 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
     def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         return target.copy_(source)
 
+    # Without a guard torch.compile fails for plain tensors too, once this device type exists.
+    guard = types.new_class(
+        "Guard", (torch._C._acc.DeviceGuard,), {}, lambda body: body.update(type_=lambda self: _PRIVATE_USE)
+    )
+    torch._C._acc.register_python_privateuseone_device_guard(guard())
     _autocast_as_cpu()
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("empty.memory_format", empty, "PrivateUse1")
     _library.impl("empty_strided", empty_strided, "PrivateUse1")
     _library.impl("_copy_from", copy_from, "PrivateUse1")
+
+
+def refuse_dlpack(cls: type) -> None:
+    """``torch.utils.dlpack.to_dlpack`` asks no subclass: it would hand out the null pointer of a handle."""
+
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return tensor.__dlpack__() if isinstance(tensor, cls) else torch._C._to_dlpack(tensor)
+
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = to_dlpack
 
 
 def support_foreach(cls: type) -> None:
@@ -96,6 +112,18 @@ def support_foreach(cls: type) -> None:
 
     if cls not in _foreach_supported_types:
         _foreach_supported_types.append(cls)
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile, torch.export or a fake tensor mode looks at tensors, as opposed to running on them."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if any(part in frame.f_code.co_filename for part in ("/torch/_dynamo/variables/", "/torch/_subclasses/")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:

@@ -10,7 +10,8 @@ from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, decode, encode, is_partial
 from ..tensor import Tensor
-from . import aliasing, host, runtime
+from . import aliasing, host, redistribute, runtime
+from .random_ops import settled
 
 
 def fetch(tensor: Tensor) -> TensorFuture:
@@ -21,15 +22,14 @@ def fetch(tensor: Tensor) -> TensorFuture:
         future = TensorFuture()
         future._set(tensor._host.plain.detach().clone())
         return future
+    # Past torch's dispatcher: the first op of a subclass that it sees makes it import torch.distributed.tensor (2.13), half a second.
+    spec = tensor._spec
+    if spec.has_partial:
+        tensor = redistribute.move(tensor, spec.with_placements(settled(spec)))
     controller = runtime.controller()
-    with torch.no_grad():
-        x = tensor.detach()
-        spec = x._spec
-        if spec.has_partial:
-            x = x.redistribute(spec.mesh, [REPLICATE if is_partial(p) else p for p in spec.placements])
     with controller.lock:
-        aliasing.refresh(controller, x._value)
-        return controller.get(x._value, x._spec)
+        aliasing.refresh(controller, tensor._value)
+        return controller.get(tensor._value, tensor._spec)
 
 
 def local_shards(tensor: Tensor) -> dict[torch.device, torch.Tensor]:
