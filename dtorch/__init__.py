@@ -17,6 +17,7 @@ from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
 from .client.runtime import devices, init, is_initialized, shutdown, synchronize  # noqa: E402
+from .client.workers import WorkerStatus, worker_status  # noqa: E402
 from .creation import (  # noqa: E402
     arange,
     as_tensor,

@@ -117,6 +117,8 @@ class Controller:
         self.reported: set[int] = set()
         self.orphans: dict[tuple[int, int], list[Waiting]] = {}
         self.lost: Exception | None = None
+        #: Somebody has been told of the loss.
+        self.loss_told = False
         self.closed = False
         self.pid = _pid
         #: Values before this one are of an earlier cluster, or of the process that this one was forked from.
@@ -216,6 +218,7 @@ class Controller:
         if self.pid != _pid:
             return self.foreign()
         if self.lost is not None:
+            self.loss_told = True
             return type(self.lost)(*self.lost.args)
         return DTorchError("this tensor belongs to a cluster that has been shut down; make it anew after dtorch.init()")
 
@@ -269,6 +272,8 @@ class Controller:
 
     def put(self, tensor: torch.Tensor, spec: Spec) -> Value:
         """Place a whole plain tensor. It is copied before this returns."""
+        if self.lost is not None:
+            raise self._unusable()
         mesh = self.mesh(spec.mesh)
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
@@ -344,9 +349,13 @@ class Controller:
         """Wait until everything issued has run; raise the first failure nobody has seen."""
         if self.devices:
             self.ask_all(protocol.SYNC)
-        failure = next((f for f in self.failures.values() if f.sequence not in self.reported), None)
+        failure = self.unseen()
         if failure is not None:
             raise self.report(failure)
+
+    def unseen(self) -> Failure | None:
+        """The first failure that nobody has been told of."""
+        return next((f for f in list(self.failures.values()) if f.sequence not in self.reported), None)
 
     def report(self, failure: Failure) -> RemoteError:
         """The error to raise for a failure, which counts as seen from now on."""
@@ -396,6 +405,7 @@ class Controller:
         self.waiting.clear()
         self.orphans.clear()
         for waiting in pending:
+            self.loss_told = True
             waiting.fail(type(error)(*error.args))
 
     def close(self) -> None:

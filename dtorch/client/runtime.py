@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,9 +15,11 @@ from typing import Any
 import torch
 
 from .. import config as _config
-from ..errors import DTorchError
+from ..errors import DTorchError, WorkerLost
 from ..mesh import DeviceMesh
 from .controller import Controller
+
+log = logging.getLogger("dtorch")
 
 _lock = threading.RLock()
 _controller: Controller | None = None
@@ -91,13 +96,19 @@ def _start(settings: _config.Config) -> None:
 
 
 def shutdown() -> None:
-    """End the cluster and every worker. Tensors made on it are gone; `init` starts a new one. May be called twice."""
+    """End the cluster and every worker. Tensors made on it are gone; `init` starts a new one. May be called twice.
+
+    Work that is still queued is dropped: `synchronize` first waits for it.
+    """
     global _controller, _shut_down
     with _lock:
         found, _controller = _controller, None
         _shut_down = True
         if found is not None:
+            unseen = found.unseen()
             found.close()
+            if unseen is not None:
+                log.error("dtorch: an operation failed and nothing read its result:\n%s", found.report(unseen))
         for callback in on_close:
             callback()
 
@@ -160,19 +171,28 @@ def current() -> Controller | None:
 
 @atexit.register
 def _at_exit() -> None:
-    """End the workers; a failure that nobody has seen is printed and makes the exit status 1."""
+    """End the workers; what went wrong and nobody has seen is printed and makes the exit status 1."""
     found = _controller
     if found is None:
         return
-    error: BaseException | None = None
+    told, error = found.loss_told, None
     try:
-        if found.lost is None:
+        if getattr(sys, "last_type", None) is not KeyboardInterrupt:  # who pressed Ctrl-C does not want to wait
             found.synchronize()
+    except KeyboardInterrupt:
+        _exit_with(128 + signal.SIGINT)
+    except WorkerLost as exc:
+        error = None if told else f"dtorch: {exc}"
     except BaseException as exc:
-        error = exc
+        error = f"dtorch: an operation failed and nothing read its result:\n{exc}"
+    found.reported.update(failure.sequence for failure in found.failures.values())
     shutdown()
     if error is not None:
-        print(f"dtorch: an operation failed and nothing read its result:\n{error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        print(error, file=sys.stderr)
+        _exit_with(1)
+
+
+def _exit_with(status: int) -> None:
+    """Have this process exit with ``status`` though Python is exiting with another already; other exit handlers still run."""
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(ctypes.cast(libc._exit, ctypes.c_void_p), ctypes.c_void_p(status), None)

@@ -34,6 +34,9 @@ class Engine(Protocol):
     def wait_behind(self, limit: int) -> None:
         """Block (in the kernel) until `behind` is at most ``limit`` or the cluster is lost. Called without the controller's lock."""
 
+    def workers(self) -> dict[int, tuple[int, int, str]]:
+        """Of each running device: process id, commands sent that it has yet to run, and "running", "stopped" or "lost"."""
+
     def stage(self, tensor: torch.Tensor) -> Any:
         """A contiguous CPU tensor as a PUT command's ``blob``. May wait for space; called without the controller's lock.
 

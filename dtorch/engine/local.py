@@ -269,6 +269,20 @@ class LocalEngine:
         """The devices whose workers are stopped (SIGSTOP, a debugger): not dead, but nothing will come from them."""
         return [device for device in self._running if _stopped(self.pids[device])]
 
+    def workers(self) -> dict[int, tuple[int, int, str]]:
+        running = self._running
+        if self._unusable is not None:
+            return {device: (self.pids[device], 0, "lost") for device in running}
+        stopped = self.unresponsive()
+        return {
+            device: (
+                self.pids[device],
+                self._sequence - self._control.progress[device],
+                "stopped" if device in stopped else "running",
+            )
+            for device in running
+        }
+
     def _warn(self) -> None:
         stopped = self.unresponsive()
         if stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -69,6 +70,9 @@ class SimulatedEngine:
 
     def wait_behind(self, limit: int) -> None:
         pass
+
+    def workers(self) -> dict[int, tuple[int, int, str]]:
+        return {device: (os.getpid(), 0, "running") for device in self._world.devices()}
 
     def stage(self, tensor: torch.Tensor) -> Any:
         return tensor
@@ -141,6 +145,9 @@ class _World:
                 executor = Executor(device, self._emit, _Blobs(), self._codes)
                 executor.meshes = self._meshes
                 self._executors[device] = executor
+
+    def devices(self) -> list[int]:
+        return list(self._executors)
 
     def _emit(self, event: list) -> None:
         self.events.append(event)

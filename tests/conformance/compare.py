@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 Tolerance = tuple[float, float]
 """(relative, absolute); a tenth of the absolute part grows with the largest expected magnitude, for what cancels in a sum."""
@@ -103,3 +104,25 @@ def _tensors(
         "wrong",
         f"{path}: differs by up to {known.max().item() if known.numel() else math.nan:.3g} (values up to {scale:.3g})",
     )
+
+
+def no_worse(truth: object, expected: object, got: object) -> bool:
+    """Whether ``got`` errs from ``truth`` by no more than three times what ``expected`` does, tensor by tensor."""
+    leaves = [tree_flatten(tree)[0] for tree in (truth, expected, got)]
+    if len({len(one) for one in leaves}) != 1:
+        return False
+    return all(_no_worse(*each) for each in zip(*leaves, strict=True))
+
+
+def _no_worse(truth: object, expected: object, got: object) -> bool:
+    if not all(isinstance(one, torch.Tensor) for one in (truth, expected, got)):
+        return difference(expected, got, exact=True) is None
+    if not (truth.shape == expected.shape == got.shape and expected.dtype == got.dtype):
+        return False
+    if not (expected.is_floating_point() and truth.is_floating_point()):
+        return difference(expected, got, exact=True) is None
+    errors = [(one.detach().double() - truth.detach().double()).abs() for one in (expected, got)]
+    if not all(error.isfinite().all() for error in errors):
+        return difference(expected, got, exact=False) is None
+    step = torch.finfo(expected.dtype).eps * truth.detach().abs().double()
+    return bool((errors[1] <= 3 * errors[0].max() + step).all()) if errors[0].numel() else True

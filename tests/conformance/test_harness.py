@@ -7,7 +7,7 @@ import torch
 
 from . import adapters, databases, known, samples
 from .checks import Grid
-from .compare import difference
+from .compare import difference, no_worse
 from .outcome import Outcome, Tally
 from .placements import MESHES, VARIANTS, codes, layouts
 
@@ -87,6 +87,13 @@ def test_layouts_differ_and_are_named() -> None:
 def test_difference(expected: object, got: object, status: str | None) -> None:
     found = difference(expected, got, exact=True)
     assert (found and found[0]) == status
+
+
+def test_a_rounding_error_as_large_as_torchs_own_is_no_fault() -> None:
+    truth, expected = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([1.25, 2.0])
+    assert no_worse((truth, [None]), (expected, [None]), (torch.tensor([0.75, 2.0]), [None]))
+    assert not no_worse((truth, [None]), (expected, [None]), (torch.tensor([3.0, 2.0]), [None]))
+    assert not no_worse((truth, 1), (expected, 1), (torch.tensor([1.0, 2.0]), 2))
 
 
 def test_samples_are_various_and_the_same_every_time() -> None:
