@@ -99,6 +99,7 @@ def pointwise_cases() -> Iterator[Sample]:
         aten.__and__.Scalar,
     ):
         yield by_schema(op, torch.int64)
+    yield call(aten.lerp.Tensor, f(5, 3), f(5, 3), f(3))
     yield call(aten.fill.Tensor, f(5, 3), torch.tensor(2.0))
     yield call(aten.fill_.Tensor, f(5, 3), torch.tensor(2.0))
     yield call(aten.heaviside_.default, signed(5, 3), f(5, 3))
@@ -256,8 +257,9 @@ def nn_cases() -> Iterator[Sample]:
     for name in ("upsample_nearest3d", "_upsample_nearest_exact3d"):
         yield call(getattr(aten, name).default, f(3, 2, 2, 2, 2), [4, 4, 4])
         yield call(getattr(aten, name + "_backward").default, f(3, 2, 4, 4, 4), [4, 4, 4], [3, 2, 2, 2, 2])
-    yield call(aten._upsample_nearest_exact2d.default, f(3, 2, 2, 2), [4, 4])
-    yield call(aten._upsample_nearest_exact2d_backward.default, f(3, 2, 4, 4), [4, 4], [3, 2, 2, 2])
+    for name in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
+        yield call(getattr(aten, name).default, f(3, 2, 2, 2), [4, 4])
+        yield call(getattr(aten, name + "_backward").default, f(3, 2, 4, 4), [4, 4], [3, 2, 2, 2])
     for name in ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"):
         yield call(getattr(aten, name).default, f(3, 2, 4, 4), [6, 6], False)
         yield call(getattr(aten, name + "_backward").default, f(3, 2, 6, 6), [6, 6], [3, 2, 4, 4], False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from ...placement import PARTIAL, REPLICATE, Placement, shard
@@ -65,7 +67,8 @@ def mv(call: Call) -> list[Strategy]:
 
 @rule(aten.addmv.default, aten.addmv_.default)
 def addmv(call: Call) -> list[Strategy]:
-    return _product(call, call.inputs[0], MATRIX_VECTOR)
+    """With no rows, torch 2.13 returns the bias unbroadcast."""
+    return [dataclasses.replace(s, nonempty=True) for s in _product(call, call.inputs[0], MATRIX_VECTOR)]
 
 
 @rule(aten.dot.default, aten.vdot.default)
