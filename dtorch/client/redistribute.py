@@ -100,6 +100,8 @@ def move(x: Any, goal: Spec) -> Any:
 
     spec = x._spec
     controller = runtime.controller()
+    if x._value.id < controller.floor:
+        raise controller.foreign()
     controller.mesh(spec.mesh)
     controller.mesh(goal.mesh)
     builder = Builder(spec.mesh, 1, 0)
