@@ -218,12 +218,6 @@ class Tensor(torch.Tensor):
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        raise TypeError("a dtorch tensor has no memory of its own to share through dlpack: use x.to_torch()")
-
-    def data_ptr(self) -> int:
-        raise RuntimeError("a dtorch tensor has no memory in this process: use x.to_torch() or x.local_shards()")
-
     def apply_(self, callable: Any) -> Tensor:  # type: ignore[override]
         """``callable`` of every element, one after the other, here: the values come and go back."""
         return self.copy_(self.detach().to_torch().apply_(callable))
@@ -241,7 +235,9 @@ class Tensor(torch.Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The same values without autograd; assigning makes this a handle on another tensor's values."""
-        return self.detach()
+        from .client import special
+
+        return special.data_of(self)
 
     @data.setter
     def data(self, source: Tensor) -> None:

@@ -10,12 +10,13 @@ import torch
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor import Tensor
-from . import composites, dispatch, host, torch_internals
+from . import composites, dispatch, host, refused, torch_internals, values_out
 from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, lambda seed: None)
 torch_internals.support_foreach(Tensor)
-torch_internals.refuse_dlpack(Tensor)
+refused.install(Tensor)
+torch_internals.read_lists_of(values_out.plain_data)
 composites.register()
 
 

@@ -290,6 +290,10 @@ def _functional(info: Any) -> Any:
     return None
 
 
+def refuse_quantised(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise TypeError(f"{info.name}: dtorch does not support quantised tensors; quantise on the client: call it on x.to_torch()")
+
+
 HANDLERS: dict[Any, Handler] = {
     aten.detach.default: same_handle,
     aten.alias.default: same_handle,
@@ -315,5 +319,10 @@ HANDLERS: dict[Any, Handler] = {
     aten._to_sparse_bsr.default: refuse_sparse,
     aten._to_sparse_bsc.default: refuse_sparse,
     aten.to_mkldnn.default: refuse_sparse,
+    aten.quantize_per_tensor.default: refuse_quantised,
+    aten.quantize_per_tensor.tensor_qparams: refuse_quantised,
+    aten.quantize_per_tensor.tensors: refuse_quantised,
+    aten.quantize_per_tensor_dynamic.default: refuse_quantised,
+    aten.quantize_per_channel.default: refuse_quantised,
     torch.ops.dtorch.redistribute.default: redistribute.run,
 }

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import warnings
@@ -104,6 +105,31 @@ def refuse_dlpack(cls: type) -> None:
         return tensor.__dlpack__() if isinstance(tensor, cls) else torch._C._to_dlpack(tensor)
 
     torch.to_dlpack = torch.utils.dlpack.to_dlpack = to_dlpack
+
+
+def read_lists_of(plain_data: Callable[[Any], Any]) -> None:
+    """``torch.tensor([loss, other_loss])`` copies the memory of what is in the list: have it try again with ``plain_data`` of it.
+
+    dynamo looks these functions up later; jit must be told, and the modes that serve factories know them by their first identity.
+    """
+    torch.utils._device._device_constructors()  # type: ignore[attr-defined]
+
+    def reading(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(data: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(data, *args, **kwargs)
+            except RuntimeError as error:
+                if "its data is not allocated" not in str(error):
+                    raise
+            return function(plain_data(data), *args, **kwargs)
+
+        return call
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        function = reading(getattr(torch, name))
+        setattr(torch, name, function)
+        torch.jit._builtins._register_builtin(function, f"aten::{name}")
 
 
 def support_foreach(cls: type) -> None:

@@ -32,6 +32,23 @@ def fetch(tensor: Tensor) -> TensorFuture:
         return controller.get(tensor._value, tensor._spec)
 
 
+def plain_data(data: Any) -> Any:
+    """Nested lists with plain tensors in place of dtorch ones; waits once for them all."""
+    return _answers(_asked(data))
+
+
+def _asked(data: Any) -> Any:
+    if isinstance(data, Tensor):
+        return data.to_torch_async()
+    return [_asked(item) for item in data] if isinstance(data, (list, tuple)) else data
+
+
+def _answers(data: Any) -> Any:
+    if isinstance(data, TensorFuture):
+        return data.get()
+    return [_answers(item) for item in data] if isinstance(data, list) else data
+
+
 def local_shards(tensor: Tensor) -> dict[torch.device, torch.Tensor]:
     """What each device holds."""
     if tensor._spec is None:

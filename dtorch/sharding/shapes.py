@@ -158,6 +158,10 @@ def _rebuild_kwargs(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 def _flatten(result: Any) -> tuple[Meta | None, ...]:
     if isinstance(result, torch.Tensor):
+        if result.layout != torch.strided or result.is_nested or result.is_quantized:
+            raise TypeError(
+                "dtorch supports dense tensors only, and the result would be sparse, nested or quantised: call this on x.to_torch()"
+            )
         return ((tuple(result.shape), result.stride(), result.dtype),)
     if isinstance(result, (list, tuple)):
         return tuple(meta for item in result for meta in _flatten(item))

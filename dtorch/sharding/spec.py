@@ -46,6 +46,8 @@ class Spec:
         key = (mesh, placements, shape, stride, dtype)
         found = _SPECS.get(key)
         if found is None:
+            if dtype in _QUANTISED:
+                raise TypeError(f"dtorch does not support quantised tensors ({dtype}): call this on x.to_torch()")
             found = object.__new__(Spec)
             found.mesh = _MESHES.setdefault(mesh, mesh)
             found.placements = placements
@@ -86,6 +88,8 @@ class Spec:
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {self.dtype}, {self.placements!r}, {self.mesh!r})"
 
+
+_QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 _SPECS: weakref.WeakValueDictionary[tuple, Spec] = weakref.WeakValueDictionary()
 _MESHES: weakref.WeakKeyDictionary[DeviceMesh, DeviceMesh] = weakref.WeakKeyDictionary()

@@ -1,0 +1,50 @@
+"""What a tensor without memory in this process refuses, and what to use instead.
+
+Left to torch, some of these crash the process (``share_memory_``, a null pointer in a dlpack capsule, ``torch.export``) and some answer
+wrongly (``storage_offset``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import torch_internals
+
+NEEDS_MEMORY = {
+    "data_ptr": "use x.to_torch() or x.local_shards()",
+    "storage": "use x.to_torch() or x.local_shards()",
+    "storage_offset": "a view's place in its base is not known here; index the base instead",
+    "is_set_to": "compare x.to_torch() and y.to_torch(), or the objects with `is`",
+    "share_memory_": "other processes get its values by pickle, or as x.to_torch().share_memory_()",
+    "pin_memory": "its values are on the workers already; pin the plain tensor it is made of",
+    "__dlpack__": "exchange x.to_torch() or x.local_shards() through dlpack",
+    "__dlpack_device__": "exchange x.to_torch() or x.local_shards() through dlpack",
+}
+
+
+def install(cls: type[torch.Tensor]) -> None:
+    """Have ``cls`` refuse."""
+    for name, advice in NEEDS_MEMORY.items():
+        setattr(cls, name, _refusal(name, advice))
+    cls.__tensor_flatten__ = property(_refuse_tracing)  # type: ignore[attr-defined]
+    torch_internals.refuse_dlpack(cls)
+
+
+def _refusal(name: str, advice: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{name}: a dtorch tensor has no memory in this process: {advice}")
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _refuse_tracing(self: Any) -> Any:
+    """``torch.compile`` and ``torch.export`` ask for this first of all; they cannot trace work that is done elsewhere."""
+    if torch_internals.is_tracing():
+        raise TypeError(
+            "torch.compile and torch.export cannot trace dtorch tensors: call the function or module as it is (Python runs ahead "
+            "of the workers), or give torch.compile and torch.export plain tensors"
+        )
+    raise AttributeError("__tensor_flatten__")
