@@ -63,13 +63,20 @@ def rows() -> list[Row]:
 
 
 def _row(op: Any, listed: dict[str, known.Known]) -> Row:
-    from dtorch.sharding.rules import rule_for
-
     seen = _overloads(op)
-    gathered = tuple(sorted(str(one) for one in seen if rule_for(one) is None))
+    gathered = tuple(sorted(str(one) for one in seen if not _native(one)))
     how = "gathered" if gathered else "sharded" if seen else "local"
     why_not = " ".join(listed[op.formatted_name].reason.split()) if op.formatted_name in listed else ""
     return Row(op.formatted_name, how, gathered, op.supports_autograd, why_not)
+
+
+def _native(one: torch._ops.OpOverload) -> bool:
+    """Whether it runs on shards: by a rule, as a view's new handle, or as values made from a key and each element's index."""
+    from dtorch.client import random_ops, special
+    from dtorch.sharding.rules import rule_for
+
+    made_in_place = (random_ops.FILLS, random_ops.INTEGER_FILLS, random_ops.LIKE, special.IN_PLACE_VIEWS)
+    return rule_for(one) is not None or any(one in table for table in made_in_place)
 
 
 def _overloads(op: Any) -> set[torch._ops.OpOverload]:
