@@ -1,4 +1,7 @@
-"""dtorch makes many devices feel like one: ordinary single-device PyTorch on tensors that live on many workers."""
+"""dtorch makes many devices feel like one: ordinary single-device PyTorch on tensors that live on many workers.
+
+Whatever is not listed here is torch's: ``dtorch.matmul``, ``dtorch.float32``, ``dtorch.no_grad``, ``dtorch.nn``, …
+"""
 
 from .engine import zygote as _zygote
 
@@ -12,7 +15,7 @@ from typing import Any as _Any  # noqa: E402
 
 import torch as _torch  # noqa: E402
 
-from . import errors  # noqa: E402
+from . import errors, logs  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
@@ -55,12 +58,77 @@ from .creation import (  # noqa: E402
     zeros_like,
 )
 from .future import TensorFuture, as_completed  # noqa: E402
+from .graph import Graph, default_graph  # noqa: E402
 from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
 from .stages import assign_layers_to_stages  # noqa: E402
 from .tensor import Tensor  # noqa: E402
 
+logs.set_up()
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DeviceMesh",
+    "Graph",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Tensor",
+    "TensorFuture",
+    "WorkerStatus",
+    "arange",
+    "as_completed",
+    "as_tensor",
+    "assign_layers_to_stages",
+    "bartlett_window",
+    "blackman_window",
+    "default_graph",
+    "default_mesh",
+    "devices",
+    "distribute_tensor",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "errors",
+    "eye",
+    "from_numpy",
+    "from_torch",
+    "full",
+    "full_like",
+    "hamming_window",
+    "hann_window",
+    "init",
+    "init_device_mesh",
+    "is_initialized",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "manual_seed",
+    "memory_stats",
+    "no_sync",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "redistribute",
+    "scalar_tensor",
+    "shutdown",
+    "synchronize",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "worker_status",
+    "zeros",
+    "zeros_like",
+]
 
 
 def __getattr__(name: str) -> _Any:
@@ -69,3 +137,7 @@ def __getattr__(name: str) -> _Any:
         return getattr(_torch, name)
     except AttributeError:
         raise AttributeError(f"module 'dtorch' has no attribute {name!r}, and neither has torch") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_torch)})

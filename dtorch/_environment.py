@@ -7,7 +7,7 @@ import sys
 
 def check() -> None:
     """Raise ImportError for a Python or torch that dtorch was not made for."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - pip's own check can be circumvented
         raise ImportError(f"dtorch needs Python 3.10 or newer, this is {sys.version.split()[0]}")
     import torch
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import Any
 
 ENGINES = ("processes", "simulate")
 RANDOM = ("counter", "torch")
+
+#: Environment variables that are not arguments of `init`.
+OTHER_VARIABLES = {"DTORCH_LOG"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class Config:
     random: str = "counter"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.engine, str):
+            raise TypeError(f"init(): engine must be a str, got {self.engine!r}")
         if self.engine not in ENGINES:
             raise ValueError(f"init(): engine must be one of {', '.join(map(repr, ENGINES))}, got {self.engine!r}")
         for name in ("devices", "threads_per_worker"):
@@ -40,6 +46,7 @@ class Config:
 
 def from_environment(**given: Any) -> Config:
     """A `Config` of the arguments given (None: not given), the environment, and the defaults."""
+    _warn_of_unknown_variables()
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
         value = given.get(field.name)
@@ -49,9 +56,19 @@ def from_environment(**given: Any) -> Config:
                 continue
             value = _parse(field.name, field.type, text)
         elif field.name == "worker_imports":
+            if not isinstance(value, (str, list, tuple, set, frozenset)):
+                raise TypeError(f"init(): worker_imports must be a list of module names, got {value!r}")
             value = (value,) if isinstance(value, str) else tuple(value)
         values[field.name] = value
     return Config(**values)
+
+
+def _warn_of_unknown_variables() -> None:
+    """A misspelt setting would be ignored silently."""
+    known = {f"DTORCH_{field.name.upper()}" for field in dataclasses.fields(Config)} | OTHER_VARIABLES
+    for name in sorted(set(os.environ)):
+        if name.startswith("DTORCH_") and not name.startswith("DTORCH_TEST_") and name not in known:
+            warnings.warn(f"{name} is no setting of dtorch; there are {', '.join(sorted(known))}", stacklevel=4)
 
 
 def _parse(name: str, kind: Any, text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from .tensor import Tensor
 aten = torch.ops.aten
 
 
-def _where(
-    name: str, ndim: int, device: Any, device_mesh: Any, placements: Any
-) -> tuple[DeviceMesh, PlacementList] | None:
+Where = tuple[DeviceMesh, PlacementList]
+
+
+def _where(name: str, ndim: int, device: Any, device_mesh: Any, placements: Any) -> Where | None:
     """The mesh and normalised placements a call asks for; None: uncommitted."""
     if device is not None and device_mesh is not None:
         raise ValueError(f"{name}(): device= and device_mesh= cannot be given together; a mesh names its devices")
@@ -27,24 +29,33 @@ def _where(
             f"{name}(): device= and placements= cannot be given together; give device_mesh= and placements="
         )
     if device is not None:
-        device = torch.device(device)
-        if device.type == "cuda":
-            return DeviceMesh(f"cuda:{device.index or 0}"), PlacementList((REPLICATE,))
-        if device.type not in ("cpu", torch_internals.BACKEND):
-            raise ValueError(f"{name}(): device must be a cpu, cuda or dtorch device, got {str(device)!r}")
+        kind, index = device_named(name, device)
+        if kind == "cuda":
+            return DeviceMesh(f"cuda:{index or 0}"), PlacementList((REPLICATE,))
     if device_mesh is None:
         if placements is None:
             chosen = runtime.chosen_mesh()
             return None if chosen is None else (chosen, PlacementList((REPLICATE,) * chosen.ndim))
         device_mesh = runtime.get_default_mesh()
     if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"{name}(): argument 'device_mesh' must be a DeviceMesh, got {type(device_mesh).__name__}")
+        raise TypeError(f"{name}(): argument 'device_mesh' must be a DeviceMesh, not {type(device_mesh).__name__}")
     if placements is None:
         return device_mesh, PlacementList((REPLICATE,) * device_mesh.ndim)
     return device_mesh, normalize(placements, device_mesh.ndim, ndim)
 
 
-def _place(plain: torch.Tensor, where: tuple[DeviceMesh, PlacementList] | None, requires_grad: bool) -> Tensor:
+def device_named(name: str, device: Any) -> tuple[str, int | None]:
+    """The type and index of ``device``, which must be one that a dtorch tensor can be on: cpu, cuda or dtorch itself."""
+    if isinstance(device, int) and not isinstance(device, bool):  # to torch a bare number is an accelerator's
+        return "cuda", device
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda", torch_internals.BACKEND):
+        raise ValueError(f"{name}(): device must be a cpu, cuda or dtorch device, got {str(device)!r}")
+    return found.type, found.index
+
+
+def _place(plain: torch.Tensor, where: Where | None, requires_grad: bool) -> Tensor:
+    host.check_dense(plain)
     tensor = host.make(plain) if where is None else host.from_plain(plain, *where)
     return tensor.requires_grad_(True) if requires_grad else tensor
 
@@ -60,15 +71,20 @@ def from_torch(
         placements: one per mesh axis; replicated if only a mesh is given. Under ``Partial()`` the first device holds the values.
 
     Raises:
-        TypeError: not a tensor; sparse, nested or quantised.
+        TypeError, ValueError: not a tensor; sparse, nested, quantised or on the meta device; placements that do not fit.
+
+    Example::
+
+        >>> from_torch(torch.arange(4), DeviceMesh("cpu", [0, 1]), [Shard(0)]).local_shards()[torch.device("cpu", 1)]
+        tensor([2, 3])
     """
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"from_torch(): argument 'data' must be a torch.Tensor, not {type(data).__name__}")
     if isinstance(data, Tensor):
         return data if device_mesh is None and placements is None else data.redistribute(device_mesh, placements)
+    host.check_dense(data)
     where = _where("from_torch", data.ndim, None, device_mesh, placements)
     if where is None:
-        host.check_dense(data)
         return _place(data.detach().clone(), None, data.requires_grad)
     return _place(data, where, data.requires_grad)
 
@@ -76,18 +92,51 @@ def from_torch(
 def distribute_tensor(
     tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """`from_torch` under the name and argument order of ``torch.distributed.tensor``; on one device mesh if none is given."""
+    """`from_torch` under the name that ``torch.distributed.tensor`` uses; on the default mesh if none is given.
+
+    Args:
+        tensor: a dense plain tensor, or a dtorch tensor, which is redistributed.
+        device_mesh: where to; the default mesh if left out.
+        placements: one per mesh axis; replicated if left out.
+
+    Raises:
+        TypeError, ValueError: as `from_torch`.
+
+    Example::
+
+        >>> distribute_tensor(torch.ones(4, 2), DeviceMesh("cpu", [0, 1]), [Shard(1)]).placements
+        [Shard(dim=1)]
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor(): argument 'tensor' must be a torch.Tensor, not {type(tensor).__name__}")
     mesh = runtime.get_default_mesh() if device_mesh is None else device_mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"distribute_tensor(): argument 'device_mesh' must be a DeviceMesh, not {type(mesh).__name__}")
     return from_torch(tensor, mesh, placements)
 
 
 def from_numpy(
     array: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """A dtorch tensor with the values of a numpy array, copied."""
-    return from_torch(torch.from_numpy(array), device_mesh, placements)
+    """A dtorch tensor with the values and dtype of a numpy array, copied (``torch.from_numpy`` shares its memory).
+
+    Args:
+        array: of any numeric dtype that torch has.
+        device_mesh, placements: where to, as for `from_torch`.
+
+    Raises:
+        TypeError: not an array, or of a dtype that torch lacks.
+
+    Example::
+
+        >>> import numpy
+        >>> from_numpy(numpy.zeros((4, 2)), DeviceMesh("cpu", [0, 1]), [Shard(0)]).dtype
+        torch.float64
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody will write: it is copied
+        plain = torch.from_numpy(array)
+    return from_torch(plain, device_mesh, placements)
 
 
 def tensor(
@@ -100,15 +149,31 @@ def tensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> Tensor:
-    """``torch.tensor``, placed."""
+    """``torch.tensor``, placed: a copy of ``data``, of its dtype unless told otherwise.
+
+    Args:
+        data: numbers, nested lists of them (0-d tensors too), an array or a tensor.
+        device_mesh, placements: where to; uncommitted with neither. A dtorch tensor's copy stays where that is.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: torch's own for ``data``; placements that do not fit.
+
+    Example::
+
+        >>> tensor([[1, 2], [3, 4]], device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)]).sum().item()
+        10
+    """
     if isinstance(data, Tensor):
+        where = _told("tensor", data.ndim, device, device_mesh, placements, data)
         found = data.detach().clone()
         if dtype is not None:
             found = found.to(dtype)
-        if device_mesh is not None or placements is not None:
-            found = found.redistribute(device_mesh, placements)
-        return found.requires_grad_(requires_grad)
-    plain = data.detach().clone() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype, device="cpu")
+        return _moved(found, where).requires_grad_(requires_grad)
+    if isinstance(data, torch.Tensor):
+        host.check_dense(data)
+        plain = data.detach().clone()
+    else:
+        plain = torch.tensor(data, dtype=dtype, device="cpu")
     if dtype is not None:
         plain = plain.to(dtype)
     return _place(plain, _where("tensor", plain.ndim, device, device_mesh, placements), requires_grad)
@@ -122,10 +187,32 @@ def as_tensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> Tensor:
-    """``torch.as_tensor``, placed; a dtorch tensor of that dtype is returned as it is."""
-    if isinstance(data, Tensor) and device_mesh is None and placements is None:
-        return data if dtype is None else data.to(dtype)
+    """``torch.as_tensor``, placed: a dtorch tensor that is of that dtype and there already is returned itself, all else is copied.
+
+    Example::
+
+        >>> x = as_tensor([1.0, 2.0])
+        >>> as_tensor(x) is x
+        True
+    """
+    if isinstance(data, Tensor):
+        found = _moved(data, _told("as_tensor", data.ndim, device, device_mesh, placements, data))
+        return found if dtype is None else found.to(dtype)
     return tensor(data, dtype=dtype, device=device, device_mesh=device_mesh, placements=placements)
+
+
+def _told(name: str, ndim: int, device: Any, device_mesh: Any, placements: Any, source: Tensor) -> Where | None:
+    """Where a call puts something made of ``source``; None: where that is."""
+    if device is None and device_mesh is None:
+        return (
+            None if placements is None else (source.device_mesh, normalize(placements, source.device_mesh.ndim, ndim))
+        )
+    where = _where(name, ndim, device, device_mesh, placements)
+    return None if device is not None and (where is None or where[0].device_type == "cpu") else where
+
+
+def _moved(x: Tensor, where: Where | None) -> Tensor:
+    return x if where is None else x.redistribute(*where)
 
 
 def _factory(name: str) -> Any:
@@ -144,6 +231,10 @@ def _factory(name: str) -> Any:
     ) -> Tensor:
         if out is not None:
             raise TypeError(f"{name}(): out= is not supported; write x.copy_(dtorch.{name}(...)) instead")
+        if not isinstance(requires_grad, bool):
+            raise TypeError(f"{name}(): argument 'requires_grad' must be bool, not {type(requires_grad).__name__}")
+        if kwargs.get("layout", torch.strided) not in (None, torch.strided):
+            raise ValueError(f"{name}(): dtorch supports dense tensors only, got layout={kwargs['layout']}")
         kwargs.pop("pin_memory", None)
         _check_generator(name, kwargs.get("generator"))
         # torch itself checks the arguments and says shape and dtype; no memory is touched on the meta device.
@@ -167,6 +258,8 @@ def _factory(name: str) -> Any:
 
 
 def _check_generator(name: str, generator: Any) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"{name}(): argument 'generator' must be torch.Generator, not {type(generator).__name__}")
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(f"{name}(): expected a CPU generator, got one of {generator.device}")
 
@@ -179,6 +272,8 @@ def _from_client(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _uniform(spec: Spec, args: Any, kwargs: Any) -> Tensor:
+    if not spec.dtype.is_floating_point:
+        torch.rand(1, dtype=spec.dtype, device="cpu", generator=torch.Generator())  # torch's own word on other dtypes
     return random_ops.generate(aten.uniform_.default, [], spec)
 
 
@@ -193,6 +288,8 @@ def _integers(spec: Spec, args: Any, kwargs: Any) -> Tensor:
         low, high = bounds
     elif len(bounds) == 1:
         low, high = (bounds[0], high) if high is not None else (low, bounds[0])
+    if spec.dtype != torch.int64:  # do the bounds fit?
+        torch.randint(low, high, (1,), dtype=spec.dtype, device="cpu", generator=torch.Generator())
     return random_ops.generate(getattr(aten.random_, "from"), [low, high], spec)
 
 
@@ -205,7 +302,9 @@ def _filled(value: Any) -> Any:
 
 def _full(spec: Spec, args: Any, kwargs: Any) -> Tensor:
     value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
-    return random_ops.filled(spec, value.item() if isinstance(value, torch.Tensor) else value)
+    value = value.item() if isinstance(value, torch.Tensor) else value
+    torch.full((1,), value, dtype=spec.dtype, device="cpu")  # does it fit?
+    return random_ops.filled(spec, value)
 
 
 RANDOM_FILLS: dict[str, Any] = {"rand": _uniform, "randn": _normal, "randint": _integers}
@@ -237,27 +336,31 @@ scalar_tensor = _factory("scalar_tensor")
 
 def _like(name: str) -> Any:
     """``torch.<name>_like`` that can also be told where to; without that it follows its source."""
-    make = getattr(torch, f"{name}_like")
+    name += "_like"
+    make = getattr(torch, name)
 
     def like(
-        source: torch.Tensor,
+        input: torch.Tensor,
         *args: Any,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
+        device: Any = None,
         requires_grad: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        if isinstance(source, Tensor):
-            made = make(source, *args, **kwargs)
-            if device_mesh is not None or placements is not None:
-                made = made.redistribute(device_mesh, placements)
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"{name}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+        if isinstance(input, Tensor):
+            where = _told(name, input.ndim, device, device_mesh, placements, input)
+            made = _moved(make(input.detach(), *args, **kwargs), where)
         else:
-            plain = make(source, *args, **{k: v for k, v in kwargs.items() if k != "device"}, device="cpu")
-            made = from_torch(plain, device_mesh, placements)
+            host.check_dense(input)
+            where = _where(name, input.ndim, device, device_mesh, placements)
+            made = _place(make(input.detach(), *args, **kwargs, device="cpu"), where, False)
         return made.requires_grad_(True) if requires_grad else made
 
-    like.__name__ = like.__qualname__ = f"{name}_like"
-    like.__doc__ = f"``torch.{name}_like``: on the source's mesh and placements unless told otherwise."
+    like.__name__ = like.__qualname__ = name
+    like.__doc__ = f"``torch.{name}``, with ``device_mesh=`` and ``placements=``; with neither on the mesh and placements of ``input``."
     return like
 
 
@@ -268,3 +371,13 @@ full_like = _like("full")
 rand_like = _like("rand")
 randn_like = _like("randn")
 randint_like = _like("randint")
+
+
+def new(source: Tensor, name: str, args: Any, kwargs: dict[str, Any], device_mesh: Any, placements: Any) -> Tensor:
+    """``source.new_<name>(*args, device_mesh=…, placements=…)``: of the source's dtype, and on its mesh, unless told otherwise."""
+    if kwargs.get("dtype") is None:
+        kwargs = {**kwargs, "dtype": source.dtype}
+    if device_mesh is None and kwargs.get("device") is None and source._spec is not None:
+        device_mesh = source._spec.mesh
+    make = tensor if name == "tensor" else globals()[name]
+    return make(*args, **kwargs, device_mesh=device_mesh, placements=placements)

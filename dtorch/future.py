@@ -13,10 +13,27 @@ from typing import Any
 log = logging.getLogger("dtorch")
 
 
+def _seconds(timeout: Any) -> float | None:
+    """``timeout`` as a legal wait; None is for ever."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout must be at least 0 seconds, got {timeout!r}")
+    return min(timeout, threading.TIMEOUT_MAX)
+
+
 class TensorFuture:
     """The value of a distributed tensor at the point of the program where it was asked for.
 
     Callbacks run in one dispatcher thread; ``await`` resumes in the loop it was awaited in.
+
+    Example::
+
+        >>> future = ones(3).to_torch_async()
+        >>> future.get(timeout=60)
+        tensor([1., 1., 1.])
     """
 
     __slots__ = ("_lock", "_done", "_value", "_error", "_callbacks", "_finish")
@@ -49,9 +66,7 @@ class TensorFuture:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the value or its error is here; False if ``timeout`` seconds pass first."""
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0):
-            raise ValueError(f"timeout must be a number of seconds >= 0 or None, got {timeout!r}")
-        return self._done.wait(timeout)
+        return self._done.wait(_seconds(timeout))
 
     def done(self) -> bool:
         """Whether the value or its error is here."""
@@ -79,9 +94,13 @@ class TensorFuture:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
+        def settle() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
         def wake(_: TensorFuture) -> None:
             try:
-                loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+                loop.call_soon_threadsafe(settle)
             except RuntimeError:
                 log.debug("the event loop closed before an awaited value arrived")
 
@@ -97,7 +116,7 @@ class TensorFuture:
             if error is None and self._finish is not None:
                 try:
                     value = self._finish(value)
-                except BaseException as exc:  # noqa: BLE001 - it belongs to whoever reads the value
+                except BaseException as exc:  # it belongs to whoever reads the value
                     error = exc
             self._value, self._error, self._finish = value, error, None
             callbacks, self._callbacks = self._callbacks, []
@@ -130,7 +149,7 @@ class _Dispatcher:
             callback, future = self._queue.get()
             try:
                 callback(future)
-            except BaseException:  # noqa: BLE001 - SystemExit too: a callback must not end this thread
+            except BaseException:  # SystemExit too: a callback must not end this thread
                 log.exception("a TensorFuture callback raised")
             del callback, future
 
@@ -139,17 +158,39 @@ _DISPATCHER = _Dispatcher()
 
 
 def as_completed(futures: Iterable[TensorFuture], timeout: float | None = None) -> Iterator[TensorFuture]:
-    """Yield futures as they finish, failed ones too.
+    """Iterate over futures as they finish, failed ones too.
+
+    Args:
+        timeout: seconds from now until the last one must be done; None waits as long as it takes.
 
     Raises:
-        TimeoutError: ``timeout`` seconds passed before all were done.
+        TimeoutError: while iterating: not all were done in time.
+        TypeError, ValueError: something that is no `TensorFuture`; a timeout that is no number of seconds.
+
+    Example::
+
+        >>> futures = [ones(n).sum().to_torch_async() for n in (1, 2)]
+        >>> sorted(future.get().item() for future in as_completed(futures))
+        [1.0, 2.0]
     """
+    if isinstance(futures, TensorFuture) or not isinstance(futures, Iterable):
+        raise TypeError(f"as_completed(): argument 'futures' must be an iterable of TensorFuture, got {futures!r}")
     pending = list(futures)
+    for future in pending:
+        if not isinstance(future, TensorFuture):
+            raise TypeError(f"as_completed(): argument 'futures' must hold TensorFutures, got {future!r}")
+    seconds = _seconds(timeout)
+    deadline = None if seconds is None else time.monotonic() + seconds
     arrived: queue.SimpleQueue[TensorFuture] = queue.SimpleQueue()
     for future in pending:
         future.add_done_callback(arrived.put)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    for _ in pending:
+    return _in_order(arrived, len(pending), deadline, timeout)
+
+
+def _in_order(
+    arrived: queue.SimpleQueue[TensorFuture], count: int, deadline: float | None, timeout: float | None
+) -> Iterator[TensorFuture]:
+    for _ in range(count):
         try:
             yield arrived.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
         except queue.Empty:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
 DEVICE_TYPES = ("cpu", "cuda")
+
+#: Device ids are small counts; a larger one is a mistake, and would not fit torch's own device index.
+LARGEST_ID = 32767
 
 
 class DeviceMesh:
@@ -31,6 +36,17 @@ class DeviceMesh:
     """
 
     __slots__ = ("device_type", "shape", "mesh_dim_names", "device_ids", "_coordinates", "_hash", "__weakref__")
+
+    #: ``"cpu"`` or ``"cuda"``.
+    device_type: str
+    #: The number of devices along each axis.
+    shape: tuple[int, ...]
+    #: The name of each axis, or None.
+    mesh_dim_names: tuple[str, ...] | None
+    #: The device ids in row-major order.
+    device_ids: tuple[int, ...]
+    _coordinates: dict[int, tuple[int, ...]]
+    _hash: int
 
     def __init__(
         self,
@@ -58,16 +74,27 @@ class DeviceMesh:
         elif mesh is None:
             mesh = [0]
         shape, ids = _grid(mesh)
-        self.device_type = kind
-        self.shape = shape
-        self.device_ids = ids
-        self.mesh_dim_names = _names(mesh_dim_names, len(shape))
-        self._coordinates = dict(zip(ids, itertools.product(*map(range, shape)), strict=True))
-        self._hash = hash((self.device_type, shape, ids, self.mesh_dim_names))
+        names = _names(mesh_dim_names, len(shape))
+        put = object.__setattr__
+        put(self, "device_type", kind)
+        put(self, "shape", shape)
+        put(self, "device_ids", ids)
+        put(self, "mesh_dim_names", names)
+        put(self, "_coordinates", dict(zip(ids, itertools.product(*map(range, shape)), strict=True)))
+        put(self, "_hash", hash((kind, shape, ids, names)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a DeviceMesh does not change: cannot set {name!r}; make a new one")
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The device ids: an int64 tensor of the mesh's shape."""
+        """The device ids: an int64 tensor of the mesh's shape, a new one each time.
+
+        Example::
+
+            >>> DeviceMesh("cpu", [[0, 1], [2, 3]]).mesh.T.tolist()
+            [[0, 2], [1, 3]]
+        """
         return torch.tensor(self.device_ids, dtype=torch.int64).reshape(self.shape)
 
     @property
@@ -86,7 +113,16 @@ class DeviceMesh:
         return len(self.device_ids) > 1
 
     def size(self, axis: int | str | None = None) -> int:
-        """The number of devices along ``axis`` (an index or a name), or in the whole mesh."""
+        """The number of devices along ``axis`` (an index or a name), or in the whole mesh.
+
+        Raises:
+            TypeError, ValueError: no such axis.
+
+        Example::
+
+            >>> DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]]).size(1)
+            3
+        """
         return len(self.device_ids) if axis is None else self.shape[self._axis(axis)]
 
     def has_dim_name(self, name: str) -> bool:
@@ -97,8 +133,15 @@ class DeviceMesh:
         """The index of the axis called ``name``, or ``default`` if there is none."""
         return self.mesh_dim_names.index(name) if self.has_dim_name(name) else default  # type: ignore[union-attr]
 
-    def check_all_dim_names_in_set(self, names: Sequence[str]) -> None:
-        """Raise ValueError unless every axis name is one of ``names``."""
+    def check_all_dim_names_in_set(self, names: Collection[str]) -> None:
+        """Raise ValueError unless every axis name is one of ``names``.
+
+        Example::
+
+            >>> DeviceMesh("cpu", [0, 1], ("tp",)).check_all_dim_names_in_set({"dp", "tp"})
+        """
+        if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
+            raise TypeError(f"check_all_dim_names_in_set(): argument 'names' must be a set of str, got {names!r}")
         unknown = [name for name in self.mesh_dim_names or () if name not in set(names)]
         if unknown:
             raise ValueError(f"mesh axis names {unknown} are not among the known ones {sorted(names)}")
@@ -107,9 +150,19 @@ class DeviceMesh:
         """The sub-meshes at each index along ``axes``, in row-major order; ``[self]`` for names the mesh lacks.
 
         A mesh whose every axis is unbound gives meshes of one device with one unnamed axis.
+
+        Raises:
+            TypeError, ValueError: an axis that is neither an index nor a name, out of range, or named twice.
+
+        Example::
+
+            >>> DeviceMesh("cpu", [[0, 1], [2, 3]], ("dp", "tp")).unbind("dp")[1]
+            DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))
         """
-        wanted = [axes] if isinstance(axes, (str, int)) else list(axes)
+        wanted: list[Any] = list(axes) if isinstance(axes, (list, tuple)) else [axes]
         present = [self._axis(a) for a in wanted if not isinstance(a, str) or self.has_dim_name(a)]
+        if len(set(present)) != len(present):
+            raise ValueError(f"unbind(): an axis appears twice in {axes!r}")
         if not present:
             return [self]
         grid = self.mesh
@@ -166,7 +219,17 @@ def init_device_mesh(
     """A mesh of the devices 0, 1, … in row-major order.
 
     Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
         mesh_shape: the size of every axis, or one int for a mesh of one axis.
+        mesh_dim_names: one distinct name per axis.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, an axis without devices, a wrong number of names.
+
+    Example::
+
+        >>> init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+        DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
     """
     shape = (mesh_shape,) if isinstance(mesh_shape, int) and not isinstance(mesh_shape, bool) else mesh_shape
     if not isinstance(shape, (list, tuple, torch.Size)) or not all(type(n) is int for n in shape):
@@ -193,7 +256,7 @@ def _grid(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
             f"DeviceMesh(): argument 'mesh' must be a nested list or an integer tensor of device ids, got {mesh!r}"
         )
     shape: list[int] = []
-    level = [mesh]
+    level: list[Any] = [mesh]
     while True:
         lengths = {len(row) for row in level}
         if len(lengths) != 1:
@@ -208,10 +271,13 @@ def _grid(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not all(nested):
             raise ValueError(f"DeviceMesh(): argument 'mesh' is ragged: {mesh!r}")
         level = flat
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in flat):
+    flat = [item if isinstance(item, bool) or not hasattr(item, "__index__") else operator.index(item) for item in flat]
+    if not all(type(item) is int for item in flat):
         raise TypeError(f"DeviceMesh(): argument 'mesh' must hold integer device ids, got {mesh!r}")
     if any(item < 0 for item in flat):
         raise ValueError(f"DeviceMesh(): device ids must not be negative, got {mesh!r}")
+    if max(flat) > LARGEST_ID:
+        raise ValueError(f"DeviceMesh(): device ids must be at most {LARGEST_ID}, got {mesh!r}")
     if len(set(flat)) != len(flat):
         repeated = sorted({item for item in flat if flat.count(item) > 1})
         raise ValueError(f"DeviceMesh(): device ids must be distinct, {repeated} appear more than once")

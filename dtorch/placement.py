@@ -20,6 +20,11 @@ REDUCE_OPS = ("sum", "max", "min", "product", "and", "or")
 class Shard(_c.Shard):
     """Tensor dim ``dim`` is split over the mesh axis as ``torch.chunk`` splits it: the last shards may be smaller or empty.
 
+    A negative ``dim`` counts from the tensor's last; a tensor says it non-negative.
+
+    Raises:
+        TypeError: ``dim`` is not an int.
+
     Example::
 
         >>> Shard(0) == torch.distributed.tensor.Shard(0)
@@ -47,7 +52,13 @@ class Shard(_c.Shard):
 
 
 class Replicate(_c.Replicate):
-    """Every device along the mesh axis holds the whole tensor."""
+    """Every device along the mesh axis holds the whole tensor.
+
+    Example::
+
+        >>> Replicate() == torch.distributed.tensor.Replicate()
+        True
+    """
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _c.Replicate)
@@ -65,7 +76,16 @@ class Replicate(_c.Replicate):
 
 
 class Partial(_c.Partial):
-    """Every device along the mesh axis holds an addend; the tensor's value is their sum."""
+    """Every device along the mesh axis holds an addend; the tensor's value is their sum.
+
+    Raises:
+        ValueError: ``reduce_op`` is not a reduction. Only sums may be given as a tensor's placement.
+
+    Example::
+
+        >>> Partial() == torch.distributed.tensor.Partial("sum")
+        True
+    """
 
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op not in REDUCE_OPS:
@@ -149,7 +169,7 @@ def normalize(placements: Sequence[Placement], mesh_ndim: int, tensor_ndim: int)
         raise ValueError(
             f"placements must have one entry per mesh axis: the mesh has {mesh_ndim}, got {len(placements)}: {list(placements)!r}"
         )
-    out = []
+    out: list[Placement] = []
     for placement in placements:
         if type(placement) is _c.StridedShard or type(placement).__name__ == "_StridedShard":
             raise ValueError(f"placements: {placement!r} is not supported; use Shard(dim)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,14 @@ class Tensor(torch.Tensor):
     """A tensor on a `DeviceMesh`: what ``torch.Tensor`` does, for values that live on the workers.
 
     Args:
-        data: values for `tensor`, or a plain tensor.
+        data: nested lists of numbers or an array, which become the default dtype; a plain tensor, which keeps its own. Bare ints are
+            the sizes of an empty tensor, as for ``torch.Tensor``.
         device_mesh: the mesh; the default mesh if only ``placements`` are given.
-        placements: one placement per mesh axis; replicated if only a mesh is given.
+        placements: one placement per mesh axis; replicated if only a mesh is given. With neither, the tensor joins the mesh of the
+            first tensor it meets in an op.
+
+    Raises:
+        TypeError, ValueError: data that is no tensor; placements that do not fit the mesh or the shape.
 
     Example::
 
@@ -41,25 +46,41 @@ class Tensor(torch.Tensor):
     #: The gradient hook of a leaf, else None.
     _leaf: Any = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @staticmethod
-    def __new__(
+    def __new__(  # noqa: PYI034 - it makes no subclasses
         cls,
-        data: Any = (),
-        *,
+        *data: Any,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
+        **named: Any,
     ) -> Tensor:
         from . import creation
 
-        if dtype is None and not isinstance(data, torch.Tensor):
+        if set(named) - {"data"} or (named and data):
+            raise TypeError(
+                f"Tensor(): unexpected {sorted(named)}; legal are data, device_mesh, placements, dtype, requires_grad"
+            )
+        data = (named["data"],) if named else data
+        where: dict[str, Any] = {"device_mesh": device_mesh, "placements": placements, "requires_grad": requires_grad}
+        if not data or all(type(size) is int for size in data) or (len(data) == 1 and isinstance(data[0], torch.Size)):
+            # As torch.Tensor(2, 3) and torch.Tensor(other.shape): sizes, not values.
+            return creation.empty(*(data or (0,)), dtype=dtype, **where)
+        if len(data) > 1:
+            raise TypeError(
+                f"Tensor(): expected 'data' or sizes, got {len(data)} arguments; name device_mesh= and placements="
+            )
+        if dtype is None and not isinstance(data[0], torch.Tensor):
             dtype = torch.get_default_dtype()
-        return creation.tensor(
-            data, dtype=dtype, device_mesh=device_mesh, placements=placements, requires_grad=requires_grad
-        )
+        return creation.tensor(data[0], dtype=dtype, **where)
+
+    if TYPE_CHECKING:  # torch's own, which return what they are called on
+
+        def detach(self) -> Tensor: ...
+        def clone(self, *args: Any, **kwargs: Any) -> Tensor: ...
+        def copy_(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -100,15 +121,23 @@ class Tensor(torch.Tensor):
         return -1 if self.device.type == "cpu" else 0
 
     def check_placement(self, axis: int | str, placement: Placement) -> bool:
-        """Whether the tensor has ``placement`` along a mesh axis, given by index or name."""
+        """Whether the tensor has ``placement`` along a mesh axis, given by index or name.
+
+        Raises:
+            TypeError, ValueError: no such axis, or no placement that this tensor could have.
+
+        Example::
+
+            >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [0, 1], ("tp",)), placements=[Shard(0)])
+            >>> x.check_placement("tp", Shard(-2))
+            True
+        """
         if not isinstance(placement, Placement):
             raise TypeError(
                 f"check_placement(): argument 'placement' must be Shard, Replicate or Partial, got {placement!r}"
             )
         index = self.device_mesh._axis(axis)
-        if is_shard(placement) and placement.dim < 0:  # type: ignore[attr-defined]
-            placement = normalize([placement], 1, self.ndim)[0]
-        return self.placements[index] == placement
+        return self.placements[index] == normalize([placement], 1, self.ndim)[0]
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
@@ -118,6 +147,16 @@ class Tensor(torch.Tensor):
         Args:
             device_mesh: the target mesh; this tensor's own if left out.
             placements: one per axis of the target mesh; if left out, this tensor's own where the two meshes have as many axes.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit together.
+            DeviceUnavailable: a device that does not exist here.
+
+        Example::
+
+            >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+            >>> x.redistribute(placements=[Shard(1)]).local_shards()[torch.device("cpu", 0)].shape
+            torch.Size([4, 1])
         """
         from .client import redistribute
 
@@ -133,9 +172,18 @@ class Tensor(torch.Tensor):
         return redistribute.redistribute(self, mesh, placements)  # type: ignore[arg-type]
 
     def redistribute_like(self, other: Tensor) -> Tensor:
-        """The tensor with the mesh and placements of ``other``."""
+        """The tensor with the mesh and placements of ``other``, which must have as many dims as those shard.
+
+        Example::
+
+            >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+            >>> ones(4, 2, device_mesh=DeviceMesh("cpu", [2, 3])).redistribute_like(x).placements
+            [Shard(dim=0)]
+        """
         if not isinstance(other, Tensor):
-            raise TypeError(f"redistribute_like(): expected a dtorch tensor, got {type(other).__name__}")
+            raise TypeError(
+                f"redistribute_like(): argument 'other' must be a dtorch.Tensor, not {type(other).__name__}"
+            )
         return self.redistribute(other.device_mesh, other.placements)
 
     def redistribute_by_dict(
@@ -150,8 +198,25 @@ class Tensor(torch.Tensor):
         Args:
             placements_dict: axis name → placement. Names that the mesh lacks are ignored; a Shard of a dim of size 1 becomes Replicate.
             default_placement_mode: for axes not named: ``"raise_error"``, ``"replicate"`` or ``"keep"``.
+
+        Raises:
+            TypeError, ValueError: a mesh without names, an axis without a placement, arguments of the wrong type.
+
+        Example::
+
+            >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [[0, 1], [2, 3]], ("dp", "tp")))
+            >>> x.redistribute_by_dict(placements_dict={"tp": Shard(1)}, default_placement_mode="keep").placements
+            [Replicate(), Shard(dim=1)]
         """
         mesh = self.device_mesh if device_mesh is None else device_mesh
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"redistribute_by_dict(): argument 'device_mesh' must be a DeviceMesh, not {type(mesh).__name__}"
+            )
+        if placements_dict is not None and not isinstance(placements_dict, Mapping):
+            raise TypeError(
+                f"redistribute_by_dict(): argument 'placements_dict' must be a dict of axis name to placement, got {placements_dict!r}"
+            )
         if default_placement_mode not in PLACEMENT_MODES:
             raise ValueError(
                 f"redistribute_by_dict(): default_placement_mode must be one of {PLACEMENT_MODES}, got {default_placement_mode!r}"
@@ -255,11 +320,32 @@ class Tensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return _requires_grad.__get__(self)
+        return _requires_grad.__get__(self)  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """``torch.Tensor.to``; another type of device keeps the mesh's shape and the placements.
+
+        Raises:
+            DeviceUnavailable: devices that do not exist here.
+
+        Example::
+
+            >>> ones(2, device_mesh=DeviceMesh("cpu", [0, 1])).to("cpu", torch.float64).device_mesh
+            DeviceMesh('cpu', [0, 1])
+        """
+        from .client import moves
+
+        return moves.to(self, args, kwargs)
+
+    def cuda(
+        self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> Tensor:  # type: ignore[override]
+        """The tensor on a mesh of cuda devices of the same shape; DeviceUnavailable where they do not exist."""
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking, memory_format=memory_format)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:  # type: ignore[override]
         """The tensor on a mesh of cpu devices: itself, if it is on one."""
@@ -300,5 +386,24 @@ class Tensor(torch.Tensor):
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_torch() if isinstance(tensor, Tensor) else tensor
 
+
+def _new(name: str) -> Any:
+    def make(self: Tensor, *args: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Tensor:
+        if device_mesh is None and placements is None and kwargs.get("device") is None and name != "tensor":
+            return original(self, *args, **kwargs)
+        from . import creation
+
+        return creation.new(self, name, args, kwargs, device_mesh, placements)
+
+    original = getattr(torch._C.TensorBase, f"new_{name}")
+    make.__name__ = make.__qualname__ = f"new_{name}"
+    make.__doc__ = (
+        f"``torch.Tensor.new_{name}``, with ``device_mesh=`` and ``placements=``; with neither it follows this tensor."
+    )
+    return make
+
+
+for _name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided"):
+    setattr(Tensor, f"new_{_name}", _new(_name))
 
 _requires_grad = torch._C.TensorBase.requires_grad

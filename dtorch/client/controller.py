@@ -353,6 +353,21 @@ class Controller:
         if failure is not None:
             raise self.report(failure)
 
+    def synchronize_async(self) -> TensorFuture:
+        """A future of None that is done, or raises, when `synchronize` would return or raise."""
+
+        def finish(_: Any) -> None:
+            failure = self.unseen()
+            if failure is not None:
+                raise self.report(failure)
+
+        future = TensorFuture(finish)
+        if self.devices:
+            self._ask(Collect(self, future, len({i for _, i in self.devices})), lambda token: [protocol.SYNC, token])
+        else:
+            future._set()
+        return future
+
     def unseen(self) -> Failure | None:
         """The first failure that nobody has been told of."""
         return next((f for f in list(self.failures.values()) if f.sequence not in self.reported), None)

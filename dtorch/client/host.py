@@ -71,7 +71,17 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain_kwargs["device"] = torch_internals.CPU
     with torch_internals.without_dispatch():
         result = info.op(*plain_args, **plain_kwargs)
+    if info.is_mutable:
+        for tensor in ours:
+            _follow(tensor)
     return _wrap(result, ours)
+
+
+def _follow(tensor: Tensor) -> None:
+    """Give a handle the shape that its plain tensor has now: ``torch.arange`` resizes an empty one, and so does any ``out=``."""
+    plain = tensor._host.plain
+    if plain.shape != tensor.shape or plain.stride() != tensor.stride():
+        torch_internals.set_data(tensor, torch_internals.make_subclass(Tensor, plain))
 
 
 # Plain functions, not closures that call themselves: those would keep the tensors alive until a garbage collection.
@@ -230,12 +240,15 @@ def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise TypeError for tensors that are not strided arrays of numbers."""
-    if tensor.layout != torch.strided:
-        raise TypeError(
-            f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()"
-        )
-    if tensor.is_quantized:
-        raise TypeError("dtorch does not support quantised tensors: use tensor.dequantize()")
+    """Raise ValueError for tensors that are not strided arrays of numbers.
+
+    (Not TypeError: an operator that raises one makes Python say "unsupported operand" instead.)
+    """
     if tensor.is_nested:
-        raise TypeError("dtorch does not support nested tensors: use torch.nested.to_padded_tensor(...)")
+        raise ValueError("dtorch does not support nested tensors: use torch.nested.to_padded_tensor(...)")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()")
+    if tensor.is_quantized:
+        raise ValueError("dtorch does not support quantised tensors: use tensor.dequantize()")
+    if tensor.is_meta:
+        raise ValueError("a tensor on the meta device has no values: make it with torch.empty_like(tensor, device='cpu') first")

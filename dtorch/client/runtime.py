@@ -16,6 +16,7 @@ import torch
 
 from .. import config as _config
 from ..errors import DTorchError, WorkerLost
+from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from .controller import Controller
 
@@ -74,6 +75,13 @@ def init(
     Raises:
         DTorchError: a cluster runs already.
         TypeError, ValueError: a setting that is not legal.
+
+    Example::
+
+        >>> shutdown()
+        >>> init(engine="simulate", devices=8)
+        >>> is_initialized()
+        True
     """
     settings = _config.from_environment(
         engine=engine,
@@ -127,7 +135,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def is_initialized() -> bool:
-    """Whether a cluster is running."""
+    """Whether a cluster is running, and has all its workers."""
     return _controller is not None and _controller.lost is None
 
 
@@ -137,13 +145,34 @@ def synchronize() -> None:
     Raises:
         RemoteError: the first failure that no read has reported yet.
         WorkerLost: a worker died.
+
+    Example::
+
+        >>> x = ones(2, device_mesh=DeviceMesh("cpu", [0, 1])) / 3
+        >>> synchronize()  # the division has run
     """
     if _controller is not None:
         controller().synchronize()
 
 
+def synchronize_async() -> TensorFuture:
+    """A future of None that is done when everything issued so far has run; it raises what `synchronize` would."""
+    if _controller is not None:
+        return controller().synchronize_async()
+    future = TensorFuture()
+    future._set()
+    return future
+
+
 def devices() -> list[torch.device]:
-    """The devices in use so far."""
+    """The devices in use so far, in order: those of every mesh that a tensor was made on.
+
+    Example::
+
+        >>> x = ones(2, device_mesh=DeviceMesh("cpu", [0, 1]))
+        >>> devices()[:2]
+        [device(type='cpu', index=0), device(type='cpu', index=1)]
+    """
     found = [] if _controller is None else sorted(_controller.devices)
     return [torch.device(kind, index) for kind, index in found]
 
