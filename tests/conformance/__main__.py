@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     if not options.quiet:
         print(tally.table())
     total = tally.total()
-    return 1 if total["wrong"] or total["raised"] else 0
+    return 1 if total["wrong"] or total["raised"] or not total else 0
 
 
 def run(options: argparse.Namespace) -> Tally:
@@ -97,6 +97,7 @@ def run(options: argparse.Namespace) -> Tally:
         write(options.json, {"started": entry.name})
         tally.add(entry.run(adapter, grid))
         write(options.json, tally.record(entry.name))
+    write(options.json, {"finished": True})
     if live_line:
         print(f"\r{'':100}\r", end="", file=sys.stderr)
     return tally

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,6 +66,19 @@ class FaultyAdapter(PlainAdapter):
         last = broken.view(-1)[-1:]
         last.copy_(~last if last.dtype == torch.bool else torch.nan_to_num(last.to(_wide(last.dtype))) * 2 + 1)
         return broken
+
+
+class DeadlyAdapter(PlainAdapter):
+    """Ends its process at the cosine of anything, as a crash in a kernel would."""
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        if value.grad_fn is None and torch.equal(value, self.last.cos()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+    def distribute(self, tensor: torch.Tensor, mesh_shape: tuple[int, ...], codes: Codes) -> torch.Tensor:
+        self.last = tensor.clone()
+        return self.last
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -157,6 +172,6 @@ class DtorchAdapter:
 
 
 def make(engine: str, random: str = "torch") -> Adapter:
-    """The adapter called ``engine``: ``plain``, ``faulty``, or an engine of dtorch."""
-    stand_ins = {"plain": PlainAdapter, "faulty": FaultyAdapter}
+    """The adapter called ``engine``: a stand-in, or an engine of dtorch."""
+    stand_ins = {"plain": PlainAdapter, "faulty": FaultyAdapter, "deadly": DeadlyAdapter}
     return stand_ins[engine]() if engine in stand_ins else DtorchAdapter(engine, random)

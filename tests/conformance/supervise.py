@@ -46,6 +46,8 @@ class _Slice:
         self._start()
 
     def _start(self) -> None:
+        with self.part.open("a") as file:
+            file.write("{}\n")  # what a slice before this one said does not count
         self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL)
         self.since = time.monotonic()
         self.size = -1
@@ -61,11 +63,12 @@ class _Slice:
                 return True
             self.process.kill()
             code = self.process.wait()
-        name = self._unfinished()
+        last = self._last()
+        if last == {"finished": True}:
+            return False
+        name = last.get("started")
         if name is None:
-            if code in (0, 1):
-                return False
-            raise RuntimeError(f"a slice ended with status {code} before its first name; see {self.log.name}")
+            raise RuntimeError(f"a slice ended with status {code} between two names; see {self.log.name}")
         tally = Tally()
         tally.add([Outcome(name, "raised", "process", detail=f"the process ended with status {code}")])
         with self.part.open("a") as file:
@@ -73,13 +76,12 @@ class _Slice:
         self._start()
         return True
 
-    def _unfinished(self) -> str | None:
-        """The name that was being checked."""
-        last = None
+    def _last(self) -> dict:
+        """The last whole line of the results."""
+        last: dict = {}
         for line in self.part.read_text().splitlines() if self.part.exists() else ():
             try:
-                record = json.loads(line)
+                last = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            last = record.get("started")
         return last

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from . import adapters, databases, known, samples
+from . import adapters, databases, known, samples, supervise
 from .checks import Grid
 from .compare import difference, no_worse
 from .outcome import Outcome, Tally
@@ -105,7 +107,7 @@ def test_samples_are_various_and_the_same_every_time() -> None:
     assert len({tuple(map(len, one)) for one in shapes()}) > 2
 
 
-def test_results_file_resumes(tmp_path: object) -> None:
+def test_results_file_resumes(tmp_path: Path) -> None:
     from . import __main__ as command
 
     path = tmp_path / "results.jsonl"
@@ -123,9 +125,8 @@ def test_results_file_resumes(tmp_path: object) -> None:
         str(path),
     ]
     assert command.main(arguments) == 1
-    size = path.stat().st_size
     assert command.main([*arguments, "--resume"]) == 1
-    assert path.stat().st_size == size
+    assert path.read_text().count("started") == 2
     tally = Tally()
     assert tally.load(path) == {"sin", "cos"}
     assert tally.failing("wrong") == ["cos", "sin"]
@@ -138,3 +139,29 @@ def test_a_known_failure_needs_a_reason_and_may_not_become_wrong() -> None:
     wrong, raised = Outcome("sin", "wrong", "forward"), Outcome("sin", "raised", "forward")
     assert known.unexpected([wrong, raised], listed) == [wrong]
     assert known.load() is not None
+
+
+def test_a_run_in_processes_reports_what_ends_one(tmp_path: Path) -> None:
+    """The stand-in called ``deadly`` ends its process at cos."""
+    path = tmp_path / "results.jsonl"
+    arguments = [
+        "--engine",
+        "deadly",
+        "--ops",
+        "sin,cos,tan",
+        "--mesh",
+        "2",
+        "--placements",
+        "first",
+        "--checks",
+        "forward",
+    ]
+    tally = supervise.run(1, path, False, arguments)
+    assert tally.failing("raised") == ["cos"]
+    assert [failure.detail for failure in tally.failures] == ["the process ended with status -9"]
+    assert set(tally.counts) == {"sin", "cos", "tan"}
+
+
+def test_a_process_that_cannot_start_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with status"):
+        supervise.run(1, tmp_path / "results.jsonl", False, ["--ops", "nosuchop"])
