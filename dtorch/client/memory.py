@@ -17,9 +17,20 @@ def memory_stats(mesh: DeviceMesh | None = None, *, reset_peak: bool = False) ->
     Args:
         mesh: the devices asked about; all that are in use if left out.
         reset_peak: start the peak anew from what is live now.
+
+    Returns:
+        For each device ``{"live": bytes, "peak": bytes, "values": number of tensors}``.
+
+    Example::
+
+        >>> x = ones(1024, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+        >>> memory_stats(x.device_mesh)[torch.device("cpu", 1)]["live"] >= 512 * 4
+        True
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"memory_stats(): argument 'mesh' must be a DeviceMesh, got {type(mesh).__name__}")
+    if not isinstance(reset_peak, bool):
+        raise TypeError(f"memory_stats(): argument 'reset_peak' must be bool, not {type(reset_peak).__name__}")
     controller = runtime.current()
     if controller is None:
         return {}
