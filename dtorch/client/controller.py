@@ -300,7 +300,7 @@ class Controller:
         self._ask(
             gather,
             lambda token: [
-                protocol.GET, token, value.id, mesh_id(mesh), encode(spec.placements), list(spec.shape),
+                protocol.GET, token, value.id, mesh_id(mesh), encode(spec.placements), list(spec.shape), dtype_name(spec.dtype),
                 None if landing is None else landing[1],
             ],
         )  # fmt: skip

@@ -329,7 +329,7 @@ class Executor:
         self.values[value] = result
 
     def _get(self, command: list) -> None:
-        _, token, value, mesh_id, codes, shape, landing = command
+        _, token, value, mesh_id, codes, shape, dtype, landing = command
         mesh = self.meshes[mesh_id]
         coordinate = mesh.coordinate(self.device)
         placements = decode(codes)
@@ -340,11 +340,17 @@ class Executor:
         tensor = self.values[value]
         if isinstance(tensor, Poison):
             self._reply_poison(token, tensor)
-        elif landing is None:
+            return
+        box = local_box(placements, mesh.shape, coordinate, shape)
+        if tensor.dtype != dtype_called(dtype) or tuple(tensor.shape) != box_shape(box):
+            raise TypeError(
+                f"planned as a {dtype} tensor of shape {box_shape(box)}, but the op made a {dtype_name(tensor.dtype)} "
+                f"tensor of shape {tuple(tensor.shape)}; please report this"
+            )
+        if landing is None:
             self._reply(token, to_bytes(tensor))
         else:
             if tensor.numel():
-                box = local_box(placements, mesh.shape, coordinate, shape)
                 cut(self._blobs.landing(landing).view(tensor.dtype).view(shape), box).copy_(tensor)
             self._reply(token, None)
 

@@ -132,7 +132,7 @@ def _inplace(variant: Callable, sample: Sample, place: Any) -> Any:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.shape, tensor.stride()
 
 
 def _out(op: Any, sample: Sample, place: Place) -> Any:

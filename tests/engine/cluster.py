@@ -16,6 +16,7 @@ from dtorch.engine.local import LocalEngine
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, decode, encode
 from dtorch.program.ir import Op, Operand, Program, Reshard, Slot
+from dtorch.raw import dtype_name
 from dtorch.sharding.layout import box_shape, local_box
 
 SECONDS = 20.0
@@ -107,7 +108,7 @@ class Cluster:
     ) -> torch.Tensor:
         token = self.token()
         codes = encode(placements)
-        self.send([protocol.GET, token, value, self.meshes[mesh], codes, list(shape), None])
+        self.send([protocol.GET, token, value, self.meshes[mesh], codes, list(shape), dtype_name(dtype), None])
         boxes = {}
         for device in mesh.device_ids:
             coordinate = mesh.coordinate(device)

@@ -20,6 +20,7 @@ from dtorch.engine import protocol
 from dtorch.errors import DeviceUnavailable, DTorchError, WorkerLost
 from dtorch.placement import PARTIAL, shard
 from dtorch.placement import REPLICATE as R
+from dtorch.raw import dtype_name
 
 from .cluster import Cluster, children, gone, running, until
 
@@ -89,7 +90,9 @@ def test_large_tensors_go_through_shared_memory(cluster: Cluster) -> None:
         value = cluster.put(x, mesh, [shard(1)], stage=True)
         memory, landing = cluster.engine.landing(x.nbytes)
         token = cluster.token()
-        cluster.send([protocol.GET, token, value, cluster.meshes[mesh], [1], list(x.shape), landing])
+        cluster.send(
+            [protocol.GET, token, value, cluster.meshes[mesh], [1], list(x.shape), dtype_name(x.dtype), landing]
+        )
         assert cluster.replies(token, 2) == {0: None, 1: None}
         assert torch.equal(memory.view(x.dtype).view(x.shape), x)
         cluster.engine.release(landing)

@@ -10,6 +10,7 @@ from dtorch.engine import protocol
 from dtorch.engine.simulate import SimulatedEngine
 from dtorch.errors import DeviceUnavailable
 from dtorch.program.ir import Const, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
+from dtorch.raw import dtype_name
 
 MESH, SECOND = 1, 2
 
@@ -61,7 +62,7 @@ class Bench:
         """The whole tensor, through a landing."""
         shape = torch.Size(shape)
         memory, landing = self.engine.landing(shape.numel() * dtype.itemsize)
-        events = self.ask(protocol.GET, value, mesh, list(placements), list(shape), landing)
+        events = self.ask(protocol.GET, value, mesh, list(placements), list(shape), dtype_name(dtype), landing)
         assert all(event[0] == protocol.REPLY and event[3] is None for event in events), events
         return memory.view(dtype).view(shape).clone()
 
@@ -108,7 +109,7 @@ def test_put_and_get(bench, dtype, placements):
     x.zero_()  # the client's bytes are not aliased
     assert torch.equal(b.get(10, placements, (5, 4), dtype), kept)
     ((_, device, _, payload),) = (
-        b.ask(protocol.GET, 10, MESH, [-1], [5, 4], None) if placements == [-1] else [(0, 0, 0, 0)]
+        b.ask(protocol.GET, 10, MESH, [-1], [5, 4], dtype_name(dtype), None) if placements == [-1] else [(0, 0, 0, 0)]
     )
     if placements == [-1]:
         assert device == 0
@@ -272,7 +273,7 @@ def test_a_failure_poisons_what_depends_on_it(bench):
     assert (name, coordinate, shapes) == ("RuntimeError", [0], [[2, 6], [2, 6]])
     assert "mat1 and mat2" in message
     for value in (11, 12, 13):
-        events = b.ask(protocol.GET, value, MESH, [-1], [4, 6], None)
+        events = b.ask(protocol.GET, value, MESH, [-1], [4, 6], "float32", None)
         assert [event[:2] + event[3:] for event in events] == [[protocol.POISONED, 0, (0, sequence)]]
     assert b.ask(protocol.DESCRIBE, MESH, 10)[0][0] == protocol.REPLY
 
@@ -348,7 +349,7 @@ def test_a_missing_value_fails(bench):
     neg = b.op("aten.neg.default", Slot(0), inputs=1)
     b.send([neg, 99, 11])
     assert failures(b)[-1][4] == "value 99 is not in the store"
-    assert b.ask(protocol.GET, 98, MESH, [-1], [4], None)[-1][0] == protocol.POISONED
+    assert b.ask(protocol.GET, 98, MESH, [-1], [4], "float32", None)[-1][0] == protocol.POISONED
 
 
 def test_the_callers_modes_do_not_reach_the_workers(bench):
