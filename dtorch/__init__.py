@@ -7,15 +7,17 @@ from .engine import zygote as _zygote
 
 _zygote.start()  # before torch is imported: the workers' parent imports it at the same time
 
+from . import logs as _logs  # noqa: E402
 from ._environment import check as _check  # noqa: E402
 
+_logs.set_up()
 _check()
 
 from typing import Any as _Any  # noqa: E402
 
 import torch as _torch  # noqa: E402
 
-from . import errors, logs  # noqa: E402
+from . import errors  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
@@ -63,8 +65,6 @@ from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
 from .stages import assign_layers_to_stages  # noqa: E402
 from .tensor import Tensor  # noqa: E402
-
-logs.set_up()
 
 __version__ = "0.1.0"
 

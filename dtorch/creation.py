@@ -215,6 +215,37 @@ def _moved(x: Tensor, where: Where | None) -> Tensor:
     return x if where is None else x.redistribute(*where)
 
 
+FACTORY_DOC = """``torch.{name}``, made where it is to live.
+
+    Args:
+        device_mesh: the mesh; the default mesh if only ``placements`` are given.
+        placements: one per mesh axis; replicated if only a mesh is given. With neither, the tensor joins the mesh of the first tensor it
+            meets in an op.
+        device: ``"cuda:1"`` is a mesh of that one device; ``x.device`` and ``"cpu"`` mean no mesh.
+
+    All else, ``dtype`` and what it is if left out included, is as for torch; there is no ``out=``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: torch's own for its arguments; a mesh or placements that do not fit; ``device`` and
+            ``device_mesh`` both.
+        DeviceUnavailable: a device that does not exist here.
+
+    Example::
+
+        >>> {name}({example}, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Replicate()]).device_mesh
+        DeviceMesh('cpu', [0, 1])
+    """
+
+#: Arguments for the example of each factory.
+EXAMPLES = {
+    "zeros": "2, 3", "ones": "2, 3", "full": "(2, 3), 1.5", "empty": "2, 3", "arange": "1, 6, 2", "linspace": "0, 1, 5",
+    "logspace": "0, 2, 3", "eye": "3", "rand": "2, 3", "randn": "2, 3", "randint": "0, 10, (2, 3)", "randperm": "5",
+    "tril_indices": "3, 3", "triu_indices": "3, 3", "hann_window": "5", "hamming_window": "5", "blackman_window": "5",
+    "bartlett_window": "5", "kaiser_window": "5", "empty_strided": "(2, 3), (1, 2)", "empty_permuted": "(2, 3), (1, 0)",
+    "scalar_tensor": "1.5",
+}  # fmt: skip
+
+
 def _factory(name: str) -> Any:
     """The dtorch form of ``torch.<name>``: the same arguments, and ``device_mesh=`` and ``placements=``."""
     make = getattr(torch, name)
@@ -253,7 +284,7 @@ def _factory(name: str) -> Any:
         return _place(make(*args, device="cpu", **kwargs), where, requires_grad)
 
     factory.__name__ = factory.__qualname__ = name
-    factory.__doc__ = f"``torch.{name}``, with ``device_mesh=`` and ``placements=``; uncommitted with neither."
+    factory.__doc__ = FACTORY_DOC.format(name=name, example=EXAMPLES[name])
     return factory
 
 
@@ -334,6 +365,23 @@ empty_permuted = _factory("empty_permuted")
 scalar_tensor = _factory("scalar_tensor")
 
 
+LIKE_DOC = """``torch.{name}``: on the mesh and with the placements of ``input``, unless told otherwise.
+
+    Args:
+        input: a dtorch tensor, or a plain one, which has no mesh to follow.
+        device_mesh, placements: where to, as for the other factories.
+
+    Raises:
+        TypeError, ValueError: no tensor; a mesh or placements that do not fit.
+
+    Example::
+
+        >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+        >>> {name}({example}).placements
+        [Shard(dim=0)]
+    """
+
+
 def _like(name: str) -> Any:
     """``torch.<name>_like`` that can also be told where to; without that it follows its source."""
     name += "_like"
@@ -360,7 +408,9 @@ def _like(name: str) -> Any:
         return made.requires_grad_(True) if requires_grad else made
 
     like.__name__ = like.__qualname__ = name
-    like.__doc__ = f"``torch.{name}``, with ``device_mesh=`` and ``placements=``; with neither on the mesh and placements of ``input``."
+    like.__doc__ = LIKE_DOC.format(
+        name=name, example={"full_like": "x, 1.5", "randint_like": "x, 0, 10"}.get(name, "x")
+    )
     return like
 
 

@@ -21,13 +21,32 @@ composites.register()
 
 
 def redistribute(x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
-    """`Tensor.redistribute` as a function, which also works inside ``torch.func``, where the class of ``x`` is hidden."""
+    """`Tensor.redistribute` as a function, which also works inside ``torch.func``, where the class of ``x`` is hidden.
+
+    Args:
+        x: a dtorch tensor. Inside ``torch.func`` both other arguments are needed.
+
+    Raises:
+        TypeError, ValueError: as `Tensor.redistribute`; a plain tensor.
+
+    Example::
+
+        >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]))
+        >>> redistribute(x, placements=[Shard(0)]).placements
+        [Shard(dim=0)]
+    """
     if isinstance(x, Tensor):
         return x.redistribute(device_mesh, placements)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"redistribute(): argument 'x' must be a tensor, not {type(x).__name__}")
     if device_mesh is None or placements is None:
-        raise ValueError("redistribute(): inside torch.func both device_mesh and placements are needed")
+        raise ValueError(
+            "redistribute(): expected a dtorch tensor; inside torch.func, give both device_mesh and placements"
+        )
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(
+            f"redistribute(): argument 'device_mesh' must be a DeviceMesh, not {type(device_mesh).__name__}"
+        )
     return _redistribute.redistribute(x, device_mesh, list(placements))
 
 

@@ -9,6 +9,7 @@ import torch
 from ..engine import protocol
 from ..mesh import DeviceMesh
 from . import runtime
+from .values import FREED
 
 
 def memory_stats(mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> dict[torch.device, dict[str, Any]]:
@@ -34,6 +35,10 @@ def memory_stats(mesh: DeviceMesh | None = None, *, reset_peak: bool = False) ->
     controller = runtime.current()
     if controller is None:
         return {}
-    replies = runtime.controller().ask_all(protocol.STATS, reset_peak)
+    controller = runtime.controller()
+    with controller.lock:
+        if FREED:  # what has died is freed first
+            controller.drain()
+    replies = controller.ask_all(protocol.STATS, reset_peak)
     wanted = runtime.devices() if mesh is None else [torch.device(mesh.device_type, i) for i in mesh.device_ids]
     return {device: replies[device.index] for device in wanted if device.index in replies}

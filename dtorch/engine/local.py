@@ -99,19 +99,21 @@ class LocalEngine:
             self._running = tuple(self.pids)
 
     def _check_devices(self, device_type: str, device_ids: Sequence[int]) -> None:
-        for device in device_ids:
-            if device >= self._devices:
-                raise DeviceUnavailable(
-                    f"{device_type}:{device} is beyond the limit of {self._devices} workers; "
-                    f"dtorch.init(devices={device + 1}) raises it"
-                )
+        largest = max(device_ids)
+        if largest >= self._devices:
+            raise DeviceUnavailable(
+                f"{device_type}:{largest} is beyond the limit of {self._devices} workers; "
+                f"dtorch.init(devices={largest + 1}) or DTORCH_DEVICES={largest + 1} raises it"
+            )
         if device_type == "cuda":
             if not torch.cuda.is_available():
-                raise DeviceUnavailable("CUDA is not available here: torch.cuda.is_available() is False")
+                raise DeviceUnavailable(
+                    f"cuda:{device_ids[0]} does not exist here, only cpu devices do: torch.cuda.is_available() is False"
+                )
             count = torch.cuda.device_count()
             missing = [device for device in device_ids if device >= count]
             if missing:
-                raise DeviceUnavailable(f"cuda:{missing[0]} does not exist here: there are {count} CUDA devices")
+                raise DeviceUnavailable(f"cuda:{missing[0]} does not exist here: there are {count} cuda devices")
 
     def _open(self) -> None:
         parent = zygote.take()
