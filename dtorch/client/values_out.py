@@ -68,14 +68,15 @@ def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if found is not None:
         return found
     if not tensor.is_leaf:
-        raise RuntimeError(
-            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
-        )
+        return torch.Tensor.__deepcopy__(tensor, memo)  # raises, in torch's own words
     with torch.no_grad():
         copied = tensor.detach().clone()
     if tensor.requires_grad:
         copied.requires_grad_(True)
     memo[id(tensor)] = copied
+    if getattr(tensor, "_is_param", False):  # as nn.Parameter: neither its gradient nor the user's attributes
+        copied._is_param = True  # type: ignore[attr-defined]
+        return copied
     if tensor.grad is not None:
         copied.grad = copy_of(tensor.grad, memo)
     copied.__dict__.update({k: copy_of(v, memo) for k, v in attributes(tensor).items()})
@@ -95,7 +96,10 @@ def reduce(tensor: Tensor) -> Any:
     if tensor._spec is not None:
         names = None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
         where = (mesh.device_type, mesh.mesh.tolist(), names, encode(placements))
-    return rebuild, (tensor.detach().to_torch(), where, tensor.requires_grad, attributes(tensor))
+    plain = tensor.detach().to_torch()
+    if not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride():  # dense in another order of dims
+        plain = torch.empty_strided(plain.shape, tensor.stride(), dtype=plain.dtype).copy_(plain)
+    return rebuild, (plain, where, tensor.requires_grad, attributes(tensor))
 
 
 def rebuild(plain: torch.Tensor, where: Any, requires_grad: bool, named: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors made without a mesh are tensors like any other, join the mesh of what they meet with all their views, and plain ones are taken as they are."""
+"""Tensors made without a mesh are tensors like any other and join the mesh of what they meet; plain ones are taken as they are."""
 
 from __future__ import annotations
 
@@ -246,7 +246,8 @@ def test_a_destination_takes_the_shards_of_its_source_and_an_operand_is_replicat
     assert u.placements == [Shard(0)]
     v = torch.zeros(4, 6, device=x.device)
     x + v
-    assert v.placements == [Replicate()] and v.device_mesh == x.device_mesh
+    assert v.placements == [Replicate()]
+    assert v.device_mesh == x.device_mesh
 
 
 def test_joined_to_one_mesh_it_is_refused_by_another() -> None:
@@ -266,7 +267,8 @@ def test_each_uncommitted_tensor_goes_its_own_way() -> None:
     y = dtorch.from_torch(X, dtorch.DeviceMesh("cpu", [2, 3]), [Shard(0)])
     u, v = torch.ones(6, device=x.device), torch.ones(6, device=x.device)
     compare((x * u, y * v, u.clone()), (X * 1, X * 1, torch.ones(6)))
-    assert u.device_mesh == x.device_mesh and v.device_mesh == y.device_mesh
+    assert u.device_mesh == x.device_mesh
+    assert v.device_mesh == y.device_mesh
 
 
 @every_layout
