@@ -354,15 +354,17 @@ def nll_loss(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update.default,
+    aten._batch_norm_with_update_functional.default,
 )
 def batch_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
-    """With fixed statistics nothing is saved, though the meta kernel says so (torch 2.13; `test_shapes`)."""
+    """What is saved has the dtype of the parameters, and is nothing with fixed statistics; the meta kernel says otherwise
+    in both (torch 2.13; `test_shapes`)."""
     from .shapes import by_meta
 
     found = by_meta(op, args, kwargs)
-    if args[5]:
-        return found
-    saved = tuple(((0,), (1,), out[2]) for out in found[1:3])  # type: ignore[index]
+    dtype = torch.float32 if any(t is not None and t.dtype == torch.float32 for t in args[1:5]) else args[0].dtype
+    saved = [(out[0] if args[5] else (0,), (1,), dtype) for out in found[1:3]]  # type: ignore[index]
     return (found[0], *saved, *found[3:])
 
 

@@ -44,18 +44,6 @@ DATA_DEPENDENT = frozenset(
 )
 
 
-#: Ops whose meta kernel tells other dtypes or sizes than the CPU kernel (2.13): their fake tensors know the device.
-OTHER_ON_META = frozenset(
-    {
-        aten.native_batch_norm.default,
-        aten._native_batch_norm_legit.default,
-        aten._native_batch_norm_legit.no_stats,
-        aten._native_batch_norm_legit_no_training.default,
-        aten._batch_norm_with_update.default,
-    }
-)
-
-
 def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     """(shape, stride, dtype) of every output, flattened, in order; None for one that is not a tensor.
 
@@ -76,7 +64,7 @@ def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
                 return found
             if found is REFUSED:
                 return _reworded(op, args, kwargs, None)
-        return _by_fake(op, args, kwargs) if op in OTHER_ON_META else by_meta(op, args, kwargs)
+        return by_meta(op, args, kwargs)
     except DataDependent:
         raise
     except Exception as error:
