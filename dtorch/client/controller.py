@@ -124,6 +124,7 @@ class Controller:
         #: Values before this one are of an earlier cluster, or of the process that this one was forked from.
         self.floor = next_value_id()
         self.bytes_ahead = 0
+        self.bytes_carried = 0
         self.history = lines.History()
         self._sent = 0.0
         self._flusher_sleeps = True
@@ -177,6 +178,16 @@ class Controller:
             self.bytes_ahead = 0
         elif engine.behind() > AHEAD:
             engine.wait_behind(AHEAD // 2)
+
+    def carried(self, nbytes: int) -> None:
+        """Note bytes on their way in or out, and wait while there are too many. Called without the lock, after they were asked for."""
+        self.bytes_carried += nbytes
+        if self.bytes_carried >= AHEAD_BYTES:
+            with self.lock:
+                self.flush()
+            self.engine.wait_behind(0)
+            self.bytes_carried = 0
+        self.pressure()
 
     @interrupts.critical
     def drain(self) -> None:
@@ -283,6 +294,7 @@ class Controller:
             self.issue(
                 [protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put"
             )
+        self.carried(tensor.nbytes)
         return value
 
     def get(self, value: Value, spec: Spec) -> TensorFuture:

@@ -29,7 +29,9 @@ def fetch(tensor: Tensor) -> TensorFuture:
     controller = runtime.controller()
     with controller.lock:
         aliasing.refresh(controller, tensor._value)
-        return controller.get(tensor._value, tensor._spec)
+        future = controller.get(tensor._value, tensor._spec)
+    controller.carried(spec.nbytes)
+    return future
 
 
 def plain_data(data: Any) -> Any:
