@@ -4,7 +4,7 @@
 - PrivateUse1 renamed to ``dtorch`` with Python kernels for ``empty``, ``empty_strided`` and ``_copy_from``: so that
   ``torch.zeros(3, device=x.device)`` in library code makes a tensor of ours. torch writes into it with our dispatch excluded, so it
   must have real memory.
-- the ``foreach`` optimizers' list of types.
+- the two lists of types that the ``foreach`` optimizers and gradient clipping know.
 """
 
 from __future__ import annotations
@@ -134,10 +134,12 @@ def read_lists_of(plain_data: Callable[[Any], Any]) -> None:
 
 def support_foreach(cls: type) -> None:
     """Have optimizers with ``foreach=None`` take the foreach path for parameters of ``cls``, as they do for plain ones."""
-    from torch.utils._foreach_utils import _foreach_supported_types
+    from torch.optim import optimizer  # type: ignore[attr-defined]
+    from torch.utils import _foreach_utils
 
-    if cls not in _foreach_supported_types:
-        _foreach_supported_types.append(cls)
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in known:
+            known.append(cls)
 
 
 def is_tracing() -> bool:
@@ -146,7 +148,7 @@ def is_tracing() -> bool:
     for _ in range(12):
         if frame is None:
             return False
-        if any(part in frame.f_code.co_filename for part in ("/torch/_dynamo/variables/", "/torch/_subclasses/")):
+        if any(part in frame.f_code.co_filename for part in ("/torch/_dynamo/variables/", "/torch/_subclasses/", "/torch/fx/experimental/")):
             return True
         frame = frame.f_back
     return False

@@ -1,0 +1,203 @@
+"""Each private torch API that dtorch relies on still does what dtorch needs of it. Where one fails, `torch_internals` must change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtorch
+from dtorch import DeviceMesh, Shard
+from dtorch.client import torch_internals
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+
+class Handle(torch.Tensor):
+    """A wrapper subclass of this test's own, with no more than torch gives it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return handle()
+
+
+#: The ops that a `Handle` was asked to run.
+seen: list[object] = []
+
+
+def handle(shape: tuple[int, ...] = (2, 3), stride: tuple[int, ...] = (3, 1)) -> torch.Tensor:
+    return torch_internals.make_wrapper(Handle, shape, stride, dtype=torch.float32, device=torch_internals.CPU)
+
+
+def placed() -> dtorch.Tensor:
+    return dtorch.ones(4, 3, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+
+
+def test_make_wrapper_subclass_has_metadata_and_no_memory() -> None:
+    made = handle((2, 3), (1, 2))
+    assert type(made) is Handle
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        torch.tensor([torch_internals.make_wrapper(Handle, (), dtype=torch.float32, device=torch_internals.CPU)]).sum()
+
+
+def test_wrappers_reach_torch_dispatch_below_autograd() -> None:
+    seen.clear()
+    result = torch.add(handle().requires_grad_(), 1)
+    assert seen == [torch.ops.aten.add.Tensor]
+    assert type(result.grad_fn).__name__ == "AddBackward0"
+
+
+def test_make_subclass_shares_memory() -> None:
+    plain = torch.zeros(2)
+    made = torch_internals.make_subclass(Handle, plain)
+    plain += 1
+    with torch_internals.without_dispatch():
+        assert made.sum().item() == 2
+
+
+def test_without_dispatch_runs_a_subclass_as_plain() -> None:
+    made = torch_internals.make_subclass(Handle, torch.ones(2))
+    seen.clear()
+    with torch_internals.without_dispatch():
+        assert torch.add(made, 1).tolist() == [2.0, 2.0]
+    assert seen == []
+
+
+def test_set_data_changes_the_metadata_of_a_handle() -> None:
+    one, two = handle(), handle((4,), (1,))
+    torch_internals.set_data(one, two)
+    assert (one.shape, one.stride()) == ((4,), (1,))
+
+
+def test_share_storage_makes_one_identity() -> None:
+    base, view = handle(), handle((3,), (1,))
+    assert base.untyped_storage()._cdata != view.untyped_storage()._cdata
+    torch_internals.share_storage(view, base)
+    assert base.untyped_storage()._cdata == view.untyped_storage()._cdata
+
+
+def test_format_values() -> None:
+    assert torch_internals.format_values(torch.tensor([1.0, 2.5]), 7) == "[1.0000, 2.5000]"
+    options = torch._tensor_str.PRINT_OPTS  # what `display` reads and sets
+    assert {"threshold", "edgeitems"} <= set(vars(options))
+
+
+def test_innermost_unwraps_the_tensors_of_torch_func() -> None:
+    found = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch_internals.innermost(x))
+        return x.sum()
+
+    x = placed()
+    torch.func.grad(inner)(x)
+    torch.func.vmap(torch.func.grad(inner))(x)
+    assert [type(t) for t in found] == [dtorch.Tensor] * 2
+
+
+def test_the_device_type_makes_tensors_of_ours() -> None:
+    device = torch_internals.device(0)
+    assert (device.type, device.index) == ("dtorch", 0)
+    assert torch_internals.is_our_device("dtorch")
+    for made in (
+        torch.zeros(2, device=device),  # empty.memory_format
+        torch.empty_strided((2,), (1,), device=device),  # empty_strided
+        torch.tensor([1.0, 2.0], device=device),  # written into by torch itself
+        torch.ones(2).to(device),  # _copy_from
+        torch.arange(2, device="dtorch"),
+    ):
+        assert type(made) is dtorch.Tensor
+    assert torch.equal(torch.tensor([1.0, 2.0], device=device).to_torch(), torch.tensor([1.0, 2.0]))
+
+
+def test_the_device_module() -> None:
+    assert torch.get_device_module("dtorch") is torch.dtorch
+    with torch.random.fork_rng(device_type="dtorch"):
+        torch.manual_seed(3)
+
+
+def test_autocast_of_the_device_type_is_that_of_handles() -> None:
+    x = placed()
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled("dtorch")
+        assert (x.t() @ x).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_foreach_optimizers_know_their_types() -> None:
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+    from torch.utils._foreach_utils import _foreach_supported_types
+
+    assert dtorch.Tensor in _foreach_supported_types
+    assert _default_to_fused_or_foreach([placed()], differentiable=False) == (False, True)
+
+
+def test_plain_torch_compile_still_has_a_device_guard() -> None:
+    assert torch._C._acc.DeviceGuard
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_dlpack_asks_the_subclass() -> None:
+    with pytest.raises(RuntimeError, match="to_torch"):
+        torch.utils.dlpack.to_dlpack(placed())
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(torch.ones(2))).tolist() == [1.0, 1.0]
+
+
+def test_factories_read_lists_of_handles() -> None:
+    numbers = list(placed().sum(0).unbind())
+    for make in (torch.tensor, torch.as_tensor, torch.asarray):
+        assert make(numbers).tolist() == [4.0, 4.0, 4.0]
+    assert torch.jit.script(_scripted)(2).tolist() == [2.0]
+
+
+def _scripted(n: int) -> torch.Tensor:
+    return torch.tensor([float(n)])
+
+
+def test_factory_modes_know_the_factories() -> None:
+    from torch.utils._device import _device_constructors
+
+    assert {torch.zeros, torch.arange, torch.randn} <= _device_constructors()
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
+
+
+def test_an_override_of_a_composite_reaches_handles_and_leaves_plain_tensors_alone() -> None:
+    q = torch.rand(1, 1, 4, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    ours = dtorch.from_torch(q, DeviceMesh("cpu", [0, 1]), [Shard(2)])
+    found = torch.nn.functional.scaled_dot_product_attention(ours, ours, ours)
+    torch.testing.assert_close(found.to_torch(), expected)
+    with torch_internals.below_autograd():
+        assert (torch.ones(2, requires_grad=True) * 2).grad_fn is None
+
+
+def test_tracing_is_recognised() -> None:
+    assert not torch_internals.is_tracing()
+    with pytest.raises(Exception, match=r"torch\.compile and torch\.export cannot trace dtorch tensors"):
+        torch.compile(lambda x: x + 1, backend="eager")(placed())
+
+
+def test_the_dispatcher_hands_ops_over_whole_under_a_mode() -> None:
+    names = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = placed()
+    with Log():
+        x + 1
+    assert names == [torch.ops.aten.add.Tensor]
+
+
+def test_placements_of_torch_are_those_of_its_core() -> None:
+    from torch._C import _distributed
+
+    assert {"Placement", "Shard", "Replicate", "Partial"} <= set(dir(_distributed))
+    assert issubclass(torch.distributed.tensor.Shard, _distributed.Shard)
