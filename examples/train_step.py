@@ -58,8 +58,8 @@ def main() -> None:
 
     print(f"one training step on {mesh}")
     for name, parameter in sharded.named_parameters():
-        held = {device: tuple(part.shape) for device, part in parameter.local_shards().items()}
-        print(f"  {name:12} {tuple(parameter.shape)!s:9} {parameter.placements!r:18} each device holds {held}")
+        held = ", ".join(f"{device} {tuple(part.shape)}" for device, part in parameter.local_shards().items())
+        print(f"  {name:12} {tuple(parameter.shape)!s:9} {parameter.placements!r:18} on {held}")
     print(f"loss: sharded {loss.item():.6f}, on one device {expected.item():.6f}")
     worst = max(
         (a.to_torch() - b).abs().max().item() for a, b in zip(sharded.parameters(), alone.parameters(), strict=True)
