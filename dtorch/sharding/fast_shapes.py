@@ -364,7 +364,8 @@ def batch_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
     found = by_meta(op, args, kwargs)
     dtype = torch.float32 if any(t is not None and t.dtype == torch.float32 for t in args[1:5]) else args[0].dtype
-    saved = [(out[0] if args[5] else (0,), (1,), dtype) for out in found[1:3]]  # type: ignore[index]
+    fixed = args[5] is False  # in ops that always train a number stands here
+    saved = [((0,) if fixed else out[0], (1,), dtype) for out in found[1:3]]  # type: ignore[index]
     return (found[0], *saved, *found[3:])
 
 

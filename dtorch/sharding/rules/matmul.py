@@ -73,7 +73,9 @@ def addmv(call: Call) -> list[Strategy]:
 
 @rule(aten.dot.default, aten.vdot.default)
 def dot(call: Call) -> list[Strategy]:
-    if call.inputs[0].dtype.itemsize < 4:  # torch rounds the sum once; pending addends would each be rounded, for one number
+    if (
+        call.inputs[0].dtype.itemsize < 4
+    ):  # torch rounds the sum once; pending addends would each be rounded, for one number
         return []
     return _product(call, None, [(shard(0), shard(0), P), *LINEAR])
 
