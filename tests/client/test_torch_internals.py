@@ -178,7 +178,7 @@ def test_an_override_of_a_composite_reaches_handles_and_leaves_plain_tensors_alo
 
 def test_tracing_is_recognised() -> None:
     assert not torch_internals.is_tracing()
-    with pytest.raises(Exception, match=r"torch\.compile and torch\.export cannot trace dtorch tensors"):
+    with pytest.raises(Exception, match="cannot trace dtorch tensors"):
         torch.compile(lambda x: x + 1, backend="eager")(placed())
 
 
