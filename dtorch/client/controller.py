@@ -164,6 +164,8 @@ class Controller:
         if batch:
             self.outbox = []
             self._sent = perf_counter()
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("send from %d: %s", self.sequence - len(batch), lines.shortened(batch))
             self.engine.send(batch)
 
     def pressure(self) -> None:
@@ -275,7 +277,7 @@ class Controller:
         if number is None:
             number = self.programs[body] = protocol.FIRST_PROGRAM + len(self.programs)
             self.program_bodies.append((number, body))
-            log.debug("define %d: %s", number, program)
+            log.debug("program %d: %s", number, program)
             self.issue([protocol.DEFINE, number, body])
         return number
 
@@ -394,6 +396,8 @@ class Controller:
     def on_event(self, event: list) -> None:
         """Take one worker event; runs in the engine's receiving thread, or inside `flush` when simulating."""
         kind = event[0]
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("event: %s", lines.shortened(event))
         if kind == protocol.REPLY:
             _, device, token, payload = event
             waiting = self.waiting.get(token)
@@ -410,7 +414,6 @@ class Controller:
             self.failures[key] = failure
             if len(self.failures) > FAILURES_KEPT:
                 self.reported.discard(self.failures.popitem(last=False)[1].sequence)
-            log.debug("worker %d failed at %d: %s: %s", device, sequence, name, message)
             for waiting in self.orphans.pop(key, ()):
                 waiting.fail(self.report(failure))
         elif kind == protocol.POISONED:

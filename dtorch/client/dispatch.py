@@ -5,6 +5,7 @@ The way of ``z = x + y``: key of (op, specs, constants) → plan → outputs wra
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Any
 
@@ -21,6 +22,8 @@ from . import aliasing, host, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .interrupts import critical
 from .values import FREED, Value, next_value_id
+
+log = logging.getLogger("dtorch")
 
 #: Plans kept, over all ops; the least recently used go first.
 PLANS_KEPT = 20_000
@@ -155,6 +158,7 @@ def make_plan(info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[T
     controller.mesh(plan.mesh)
     with controller.lock:
         plan.program_id = controller.define(plan.program)
+    log.debug("plan of %s: program %d, outputs %s, moves %s", info.name, plan.program_id, plan.outputs, plan.moves)
     return plan
 
 

@@ -56,6 +56,15 @@ class History:
         return f"  in {name}, issued at {code.co_filename}:{number}" + (f": {text}" if text else "")
 
 
+def shortened(message: Any) -> str:
+    """A message as a log may show it: without the bytes of tensors."""
+    if isinstance(message, (bytes, bytearray, memoryview)):
+        return f"<{len(message)} bytes>"
+    if isinstance(message, list):
+        return "[" + ", ".join([shortened(item) for item in message]) + "]"
+    return "<tensor>" if isinstance(message, torch.Tensor) else repr(message)
+
+
 def line_number(code: CodeType, instruction: int) -> int:
     """The source line of a bytecode offset."""
     found = code.co_firstlineno

@@ -97,6 +97,7 @@ class LocalEngine:
                 raise WorkerLost(f"the process that starts workers is gone: {error}") from None
             self._await_start(new)
             self._running = tuple(self.pids)
+            log.debug("workers: %s", ", ".join(f"{device} (pid {pid})" for device, pid in self.pids.items()))
 
     def _check_devices(self, device_type: str, device_ids: Sequence[int]) -> None:
         largest = max(device_ids)
