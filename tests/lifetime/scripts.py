@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def workers(): return [s.pid for s in dtorch.worker_status().values()]
 class Script:
     """A running script, with a temporary directory of its own and a mark by which all its processes are known."""
 
-    def __init__(self, code: str, *, how: str = "file", prologue: str = PROLOGUE, **options: Any) -> None:
+    def __init__(self, code: str, *, how: str = "file", prologue: str = PROLOGUE, under: Sequence[str] = (), **options: Any) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="lifetime-", dir="/tmp"))
         (self.directory / "tmp").mkdir()
         self._mark = f"LIFETIME_TEST_MARK={uuid.uuid4()}"
@@ -45,7 +45,7 @@ class Script:
         self.path.write_text(text)
         arguments = {"file": [str(self.path)], "stdin": [], "-c": ["-c", text], "-i": ["-i", "-q"]}[how]
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*under, sys.executable, *arguments],
             cwd=self.directory,
             env={k: v for k, v in {**os.environ, **given}.items() if v is not None},
             stdin=subprocess.PIPE,
