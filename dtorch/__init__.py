@@ -25,17 +25,13 @@ from .client.runtime import devices, init, is_initialized, shutdown, synchronize
 from .client.workers import WorkerStatus, worker_status  # noqa: E402
 from .creation import (  # noqa: E402
     arange,
-    as_tensor,
     bartlett_window,
     blackman_window,
-    distribute_tensor,
     empty,
     empty_like,
     empty_permuted,
     empty_strided,
     eye,
-    from_numpy,
-    from_torch,
     full,
     full_like,
     hamming_window,
@@ -53,7 +49,6 @@ from .creation import (  # noqa: E402
     randn_like,
     randperm,
     scalar_tensor,
-    tensor,
     tril_indices,
     triu_indices,
     zeros,
@@ -63,6 +58,7 @@ from .future import TensorFuture, as_completed  # noqa: E402
 from .graph import Graph, default_graph  # noqa: E402
 from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
+from .placing import as_tensor, distribute_tensor, from_numpy, from_torch, tensor  # noqa: E402
 from .stages import assign_layers_to_stages  # noqa: E402
 from .tensor import Tensor  # noqa: E402
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import creation
 from ..mesh import DeviceMesh
+from ..placing import device_named
 from ..tensor import Tensor
 
 
@@ -28,7 +28,7 @@ def to(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return _to(x, *args, **kwargs)
     if not isinstance(device, int) and torch.device(device).type == "meta":
         return _to(x, device, *args, **kwargs)
-    mesh = _target(x, *creation.device_named("to", device))
+    mesh = _target(x, *device_named("to", device))
     moved = x if mesh is None else x.redistribute(mesh, x.placements)
     if not args and not kwargs:
         return moved

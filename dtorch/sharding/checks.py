@@ -79,6 +79,9 @@ ANY_SIZE = frozenset(
     }
 )  # fmt: skip
 
+#: Reductions that would warn of having too few elements.
+WARN = frozenset({aten.var, aten.std, aten.var_mean, aten.std_mean})
+
 _FILLS: dict[Any, int] = {}
 
 
@@ -86,7 +89,7 @@ def _fill_of(op: Any) -> int:
     """The value of an op's small stand-ins; -1 for an op that is not run on them."""
     if op in ANY_SIZE:
         return 0
-    if torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten":
+    if torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten" or op.overloadpacket in WARN:
         return -1
     return 1 if torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags else -1  # 1: no integer division by 0
 

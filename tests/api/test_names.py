@@ -96,6 +96,7 @@ MODULES = [
     "placement",
     "tensor",
     "creation",
+    "placing",
     "future",
     "graph",
     "stages",
