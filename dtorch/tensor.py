@@ -35,8 +35,7 @@ class Tensor(torch.Tensor):
         54.0
     """
 
-    __slots__ = ("_spec", "_value")
-
+    # No __slots__: a plain parameter becomes one of ours in place (``p.data = x``), for which the two must be laid out alike.
     #: What planning sees; None while uncommitted.
     _spec: Any
     #: The value on the workers; None while uncommitted.

@@ -10,13 +10,14 @@ import torch
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor import Tensor
-from . import composites, dispatch, host, refused, torch_internals, values_out
+from . import composites, dispatch, host, refused, special, torch_internals, values_out
 from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, lambda seed: None)
 torch_internals.support_foreach(Tensor)
 refused.install(Tensor)
 torch_internals.read_lists_of(values_out.plain_data)
+torch_internals.set_data_by(Tensor, special.become)
 composites.register()
 
 

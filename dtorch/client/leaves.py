@@ -35,6 +35,22 @@ def watch(tensor: Any) -> None:
     if tensor.is_leaf and tensor._leaf is None:
         tensor._leaf = Leaf(tensor._spec)
         tensor.register_hook(tensor._leaf)
+        tensor.register_post_accumulate_grad_hook(settle)
+
+
+def settle(tensor: Any) -> None:
+    """Bring a gradient that `no_sync` has left as it was to the leaf's placements, when one is accumulated outside of it."""
+    spec, grad = tensor._spec, tensor.grad
+    own = getattr(grad, "_spec", None)
+    if (
+        spec is None
+        or own is None
+        or own.placements == spec.placements
+        or spec.has_partial
+        or getattr(_state, "keep", False)
+    ):
+        return
+    tensor.grad = grad.redistribute(spec.mesh, spec.placements)
 
 
 @contextmanager

@@ -46,7 +46,8 @@ class _Redistribute(torch.autograd.Function):
         spec = getattr(torch_internals.innermost(inputs[0]), "_spec", None)
         # The gradient of a pending sum is the same for every addend.
         ctx.back = None
-        if spec is not None:
+        # Under vmap the spec has dims that the gradient's op will not see: the gradient then stays where it is.
+        if spec is not None and len(spec.shape) == inputs[0].ndim:
             ctx.back = target_number(
                 spec.mesh, PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
             )

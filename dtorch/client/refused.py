@@ -23,6 +23,11 @@ NEEDS_MEMORY = {
     "__dlpack_device__": "exchange x.to_torch() or x.local_shards() through dlpack",
 }
 
+TRACING = (
+    "torch.compile, torch.export and torch.func.linearize cannot trace dtorch tensors: call the function or module as it is (Python runs "
+    "ahead of the workers; torch.func.jvp for linearize), or give them plain tensors"
+)
+
 
 def install(cls: type[torch.Tensor]) -> None:
     """Have ``cls`` refuse."""
@@ -34,6 +39,8 @@ def install(cls: type[torch.Tensor]) -> None:
 
 def _refusal(name: str, advice: str) -> Any:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch_internals.is_tracing():
+            raise TypeError(TRACING)
         raise RuntimeError(f"{name}: a dtorch tensor has no memory in this process: {advice}")
 
     refuse.__name__ = name
@@ -43,8 +50,5 @@ def _refusal(name: str, advice: str) -> Any:
 def _refuse_tracing(self: Any) -> Any:
     """``torch.compile`` and ``torch.export`` ask for this first of all; they cannot trace work that is done elsewhere."""
     if torch_internals.is_tracing():
-        raise TypeError(
-            "torch.compile and torch.export cannot trace dtorch tensors: call the function or module as it is (Python runs ahead "
-            "of the workers), or give torch.compile and torch.export plain tensors"
-        )
+        raise TypeError(TRACING)
     raise AttributeError("__tensor_flatten__")

@@ -10,7 +10,7 @@ import torch
 from ..errors import DeviceUnavailable
 from ..sharding.plan import stride_order
 from ..tensor import Tensor
-from . import host, random_ops, redistribute, torch_internals
+from . import host, packed, random_ops, redistribute, torch_internals
 
 aten = torch.ops.aten
 
@@ -192,14 +192,32 @@ def refuse_set(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def rebind(target: Tensor, source: Tensor) -> None:
+def rebind(target: Tensor, source: torch.Tensor) -> None:
     """Make ``target`` a handle on what ``source`` is: value, spec and torch's own metadata together."""
-    if type(source) is not Tensor:
-        raise TypeError(f"expected a dtorch tensor, got {type(source).__name__}; place it with dtorch.from_torch")
-    torch_internals.set_data(target, same_handle(None, (source,), {}))
-    target._spec, target._value, target._host = source._spec, source._value, source._host
+    if type(target) is not Tensor:
+        raise TypeError("a plain torch.Tensor cannot be set to a dtorch tensor; make the target with dtorch.from_torch")
+    if type(source) is not Tensor:  # plain: taken where the target is
+        spec = target._spec
+        alike = spec is not None and source.shape == spec.shape and not spec.has_partial
+        source = host.make(source.clone()) if spec is None else host.from_plain(source, spec.mesh, spec.placements if alike else None)
+    handle = same_handle(None, (source,), {})
+    torch_internals.set_data(target, handle)
+    target._spec, target._value, target._host = handle._spec, handle._value, handle._host
     if target._leaf is not None:
         target._leaf.spec = target._spec
+
+
+def become(plain: torch.Tensor, source: Tensor) -> None:
+    """``plain.data = source``: the plain tensor, or parameter, is a dtorch tensor from now on, the same object."""
+    is_parameter = type(plain) is torch.nn.Parameter
+    if (not is_parameter and type(plain) is not torch.Tensor) or plain._backward_hooks or plain._post_accumulate_grad_hooks:
+        raise TypeError(f"a {type(plain).__name__} with hooks cannot become a dtorch tensor in place; make a new one of its values")
+    made = same_handle(None, (source,), {})
+    grad = plain.grad
+    made = torch.nn.Parameter(made, plain.requires_grad) if is_parameter else made.requires_grad_(plain.requires_grad)
+    if grad is not None:
+        made.grad = host.make(grad) if made._spec is None else host.from_plain(grad, made._spec.mesh)
+    torch.utils.swap_tensors(plain, made)
 
 
 #: In-place views change the handle, not the value: the view they are of.
@@ -319,6 +337,8 @@ HANDLERS: dict[Any, Handler] = {
     aten._to_sparse_bsr.default: refuse_sparse,
     aten._to_sparse_bsc.default: refuse_sparse,
     aten.to_mkldnn.default: refuse_sparse,
+    aten._pack_padded_sequence.default: packed.pack,
+    aten._pack_padded_sequence_backward.default: packed.pack_backward,
     aten.quantize_per_tensor.default: refuse_quantised,
     aten.quantize_per_tensor.tensor_qparams: refuse_quantised,
     aten.quantize_per_tensor.tensors: refuse_quantised,

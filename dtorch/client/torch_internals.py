@@ -107,6 +107,22 @@ def refuse_dlpack(cls: type) -> None:
     torch.to_dlpack = torch.utils.dlpack.to_dlpack = to_dlpack
 
 
+def set_data_by(cls: type, become: Callable[[torch.Tensor, Any], None]) -> None:
+    """``plain.data = source`` with a ``source`` of ``cls`` calls ``become``; torch would make a plain tensor over no memory and read it.
+
+    ``module.to(x.device)`` sets the data of plain parameters in this way.
+    """
+    getset = torch._C.TensorBase.data
+
+    def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+        if isinstance(source, cls):
+            become(tensor, source)
+        else:
+            getset.__set__(tensor, source)
+
+    torch.Tensor.data = property(getset.__get__, set_data)  # type: ignore[assignment]
+
+
 def read_lists_of(plain_data: Callable[[Any], Any]) -> None:
     """``torch.tensor([loss, other_loss])`` copies the memory of what is in the list: have it try again with ``plain_data`` of it.
 

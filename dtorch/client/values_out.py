@@ -87,7 +87,7 @@ def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes that are the user's or torch's (``_is_param``), not ours."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in ("_host", "_leaf")}
+    return {name: value for name, value in tensor.__dict__.items() if name not in ("_spec", "_value", "_host", "_leaf")}
 
 
 def reduce(tensor: Tensor) -> Any:

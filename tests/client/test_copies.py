@@ -1,4 +1,4 @@
-"""Copies, pickles and files: copy, deepcopy, pickle (also to another process), torch.save with the default weights_only, state dicts, whole models."""
+"""Copies, pickles (also to another process), files with the default weights_only, state dicts and whole models: as with plain tensors."""
 
 from __future__ import annotations
 
@@ -251,7 +251,6 @@ def module_init(model: Any, x: Any) -> Any:
     nn.init.zeros_(model[0].bias)
     nn.init.ones_(model[3].bias)
     nn.init.eye_(model[3].weight)
-    nn.init.dirac_
     return model(x)
 
 
@@ -328,7 +327,7 @@ def test_names_of_a_mesh_are_kept() -> None:
 def test_another_process_reads_the_file(engine: str, tmp_path: Any) -> None:
     path = tmp_path / "x.pt"
     torch.save({"x": place(X, "first"), "w": nn.Parameter(place(X, "last"))}, path)
-    script = f"import torch, dtorch\nd = torch.load({str(path)!r})\nprint(d['x'].placements, d['w'].placements, d['x'].sum().item(), type(d['w'].data))"
+    script = f"import torch, dtorch\nd = torch.load({str(path)!r})\nprint(d['x'].placements, d['w'].placements, d['x'].sum().item())"
     env = {**os.environ, "DTORCH_ENGINE": engine}
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
     assert out.returncode == 0, out.stderr

@@ -22,6 +22,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "compile, fullgraph": (lambda x: torch.compile(lambda a: a + 1, fullgraph=True, backend="eager")(x), TRACED),
     "export": (lambda x: torch.export.export(torch.nn.ReLU(), (x,)), TRACED),
     "export, not strict": (lambda x: torch.export.export(torch.nn.ReLU(), (x,), strict=False), TRACED),
+    "linearize": (lambda x: torch.func.linearize(torch.exp, x), r"torch\.func\.jvp"),
     "from_dlpack": (torch.from_dlpack, r"x\.to_torch\(\)"),
     "to_dlpack": (torch.utils.dlpack.to_dlpack, r"x\.to_torch\(\)"),
     "data_ptr": (lambda x: x.data_ptr(), r"x\.to_torch\(\)"),
