@@ -6,12 +6,10 @@ blocks while holding it: waits flush first and drop it.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import math
 import os
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,15 +22,16 @@ import torch
 from ..config import Config
 from ..engine import protocol
 from ..engine.interface import Engine
-from ..errors import DTorchError, RemoteError, WorkerLost
+from ..errors import DTorchError, WorkerLost
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import encode
 from ..program.ir import Program
-from ..raw import copied, dtype_called, dtype_name, from_bytes, to_bytes
-from ..sharding.layout import box_shape, local_box
+from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.spec import Spec, mesh_id
 from . import interrupts, lines
+from .failures import Failures
+from .replies import Collect, Gather, Waiting
 from .values import FREED, Value, next_value_id
 
 log = logging.getLogger("dtorch")
@@ -45,8 +44,6 @@ AHEAD = 8192
 AHEAD_BYTES = 1 << 30
 #: Tensors up to this size travel inside messages, larger ones through shared memory.
 INLINE_BYTES = 64 * 1024
-#: Failed commands whose description is kept.
-FAILURES_KEPT = 1000
 #: Dead values that may wait for the next batch; before a large result is made none does.
 FREES = 32
 LARGE_BYTES = 256 * 1024
@@ -75,29 +72,6 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-#: What a worker says of a value that it does not have.
-_ABSENT = re.compile(r"value (\d+) is not in the store")
-
-
-class Failure:
-    """A failed command, as its worker described it."""
-
-    __slots__ = ("device", "sequence", "kind", "message", "coordinate", "shapes", "line")
-
-    def __init__(
-        self, device: int, sequence: int, kind: str, message: str, coordinate: Any, shapes: Any, line: str
-    ) -> None:
-        self.device, self.sequence, self.kind, self.message = device, sequence, kind, message
-        self.coordinate, self.shapes, self.line = coordinate, shapes, line
-
-    def error(self) -> RemoteError:
-        where = f"device {self.device}" + (
-            "" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}"
-        )
-        shapes = "" if not self.shapes else f"\n  local shapes: {', '.join(str(tuple(s)) for s in self.shapes)}"
-        return RemoteError(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
-
-
 class Controller:
     """One cluster: an engine, and what the client keeps about it."""
 
@@ -112,10 +86,7 @@ class Controller:
         self.meshes: dict[int, DeviceMesh] = {}
         self.devices: set[tuple[str, int]] = set()
         self.waiting: dict[int, Waiting] = {}
-        self.failures: collections.OrderedDict[tuple[int, int], Failure] = collections.OrderedDict()
-        #: Failed commands that a read has reported already, on whichever device it met them.
-        self.reported: set[int] = set()
-        self.orphans: dict[tuple[int, int], list[Waiting]] = {}
+        self.failures = Failures()
         self.lost: Exception | None = None
         #: Somebody has been told of the loss.
         self.loss_told = False
@@ -129,8 +100,8 @@ class Controller:
         self._sent = 0.0
         self._flusher_sleeps = True
         self._wake = threading.Event()
-        self.engine: Engine = _make_engine(config, self)
         interrupts.install()
+        self.engine: Engine = _make_engine(config, self)
         self._flusher: threading.Thread | None = None
 
     # -- issuing ------------------------------------------------------------------------------------------------------
@@ -310,7 +281,7 @@ class Controller:
         sharded = [a for a, p in enumerate(spec.placements) if p.is_shard()]
         expected = math.prod(mesh.shape[a] for a in sharded)
         future = TensorFuture()
-        gather = Gather(self, future, spec, expected, landing)
+        gather = Gather(future, spec, expected, landing, self.engine.release)
         self._ask(
             gather,
             lambda token: [
@@ -324,14 +295,14 @@ class Controller:
         """What every device holds, by device id."""
         if value.id < self.floor:
             raise self.foreign()
-        waiting = Collect(self, TensorFuture(), len(spec.mesh.device_ids))
+        waiting = Collect(TensorFuture(), len(spec.mesh.device_ids))
         self._ask(waiting, lambda token: [protocol.SHARDS, token, value.id, mesh_id(spec.mesh)])
         replies = self.wait(waiting.future)
         return {i: from_bytes(replies[i][2], dtype_called(replies[i][1]), replies[i][0]) for i in spec.mesh.device_ids}
 
     def describe(self, values: Sequence[int], mesh: DeviceMesh) -> list[tuple[list[int], list[int], torch.dtype]]:
         """Shape, stride and dtype of values as the mesh's first device holds them; waits."""
-        waiting = Collect(self, TensorFuture(), 1)
+        waiting = Collect(TensorFuture(), 1)
         self._ask(waiting, lambda token: [protocol.DESCRIBE, token, mesh_id(mesh), *values])
         (reply,) = self.wait(waiting.future).values()
         return [(shape, stride, dtype_called(dtype)) for shape, stride, dtype in reply]
@@ -340,7 +311,7 @@ class Controller:
         """Ask every worker; the replies by device id."""
         if not self.devices:
             return {}
-        waiting = Collect(self, TensorFuture(), len({i for _, i in self.devices}))
+        waiting = Collect(TensorFuture(), len({i for _, i in self.devices}))
         self._ask(waiting, lambda token: [command, token, *arguments])
         return self.wait(waiting.future)
 
@@ -363,33 +334,22 @@ class Controller:
         """Wait until everything issued has run; raise the first failure nobody has seen."""
         if self.devices:
             self.ask_all(protocol.SYNC)
-        failure = self.unseen()
+        self._raise_unseen()
+
+    def _raise_unseen(self, _: Any = None) -> None:
+        failure = self.failures.unseen()
         if failure is not None:
-            raise self.report(failure)
+            raise self.failures.report(failure)
 
     def synchronize_async(self) -> TensorFuture:
         """A future of None that is done, or raises, when `synchronize` would return or raise."""
 
-        def finish(_: Any) -> None:
-            failure = self.unseen()
-            if failure is not None:
-                raise self.report(failure)
-
-        future = TensorFuture(finish)
+        future = TensorFuture(self._raise_unseen)
         if self.devices:
-            self._ask(Collect(self, future, len({i for _, i in self.devices})), lambda token: [protocol.SYNC, token])
+            self._ask(Collect(future, len({i for _, i in self.devices})), lambda token: [protocol.SYNC, token])
         else:
             future._set()
         return future
-
-    def unseen(self) -> Failure | None:
-        """The first failure that nobody has been told of."""
-        return next((f for f in list(self.failures.values()) if f.sequence not in self.reported), None)
-
-    def report(self, failure: Failure) -> RemoteError:
-        """The error to raise for a failure, which counts as seen from now on."""
-        self.reported.add(failure.sequence)
-        return failure.error()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -404,36 +364,20 @@ class Controller:
             if waiting is not None and waiting.arrived(device, payload):
                 self.waiting.pop(token, None)
         elif kind == protocol.FAILED:
-            _, device, sequence, name, message, coordinate, shapes = event
-            line = self.history.describe(sequence)
-            absent = _ABSENT.fullmatch(message)
-            if absent and int(absent[1]) < self.floor:
-                name, message = "DTorchError", str(self.foreign())
-            failure = Failure(device, sequence, name, message, coordinate, shapes, line)
-            key = (device, sequence)
-            self.failures[key] = failure
-            if len(self.failures) > FAILURES_KEPT:
-                self.reported.discard(self.failures.popitem(last=False)[1].sequence)
-            for waiting in self.orphans.pop(key, ()):
-                waiting.fail(self.report(failure))
+            self.failures.failed(event, self.history.describe(event[2]), self.floor, self.foreign())
         elif kind == protocol.POISONED:
             _, device, token, origin = event
             waiting = self.waiting.pop(token, None)
             if waiting is not None:
-                found = self.failures.get(tuple(origin))
-                if found is not None:
-                    waiting.fail(self.report(found))
-                else:  # the failing worker's own note is still on its way
-                    self.orphans.setdefault(tuple(origin), []).append(waiting)
+                self.failures.poisoned(waiting, tuple(origin))
 
     def on_lost(self, error: Exception) -> None:
         """The cluster is gone: whatever waits, and every later call, gets ``error``."""
         if self.closed:
             return
         self.lost = error
-        pending = list(self.waiting.values()) + [w for group in self.orphans.values() for w in group]
+        pending = [*self.waiting.values(), *self.failures.orphans()]
         self.waiting.clear()
-        self.orphans.clear()
         for waiting in pending:
             self.loss_told = True
             waiting.fail(type(error)(*error.args))
@@ -451,80 +395,6 @@ class Controller:
         for waiting in list(self.waiting.values()):
             waiting.fail(error)
         self.waiting.clear()
-
-
-class Waiting:
-    """Replies that a future waits for."""
-
-    __slots__ = ("controller", "future", "missing")
-
-    def __init__(self, controller: Controller, future: TensorFuture, expected: int) -> None:
-        self.controller = controller
-        self.future = future
-        self.missing = expected
-
-    def arrived(self, device: int, payload: Any) -> bool:
-        """Take one reply; True with the last."""
-        raise NotImplementedError
-
-    def fail(self, error: Exception) -> None:
-        self.future._set(error=error)
-
-
-class Collect(Waiting):
-    """Replies by device."""
-
-    __slots__ = ("replies",)
-
-    def __init__(self, controller: Controller, future: TensorFuture, expected: int) -> None:
-        super().__init__(controller, future, expected)
-        self.replies: dict[int, Any] = {}
-
-    def arrived(self, device: int, payload: Any) -> bool:
-        self.replies[device] = payload
-        self.missing -= 1
-        if not self.missing:
-            self.future._set(self.replies)
-        return not self.missing
-
-
-class Gather(Waiting):
-    """A whole tensor out of the boxes that devices send, or copy into a landing."""
-
-    __slots__ = ("landing", "spec", "whole")
-
-    def __init__(self, controller: Controller, future: TensorFuture, spec: Spec, expected: int, landing: Any) -> None:
-        super().__init__(controller, future, expected)
-        self.spec = spec
-        self.landing = landing
-        self.whole: torch.Tensor | None = None
-
-    def arrived(self, device: int, payload: Any) -> bool:
-        spec = self.spec
-        if self.landing is None:
-            mesh = spec.mesh
-            box = local_box(spec.placements, mesh.shape, mesh.coordinate(device), spec.shape)
-            part = from_bytes(payload, spec.dtype, box_shape(box))
-            if box_shape(box) == tuple(spec.shape):
-                self.whole = part
-            else:
-                if self.whole is None:
-                    self.whole = torch.empty(spec.shape, dtype=spec.dtype)
-                self.whole[tuple(slice(*edge) for edge in box)] = part
-        self.missing -= 1
-        if self.missing:
-            return False
-        if self.landing is not None:
-            memory, reference = self.landing
-            self.whole = copied(memory).view(spec.dtype).view(spec.shape)
-            self.controller.engine.release(reference)
-        self.future._set(self.whole)
-        return True
-
-    def fail(self, error: Exception) -> None:
-        if self.landing is not None:
-            self.controller.engine.release(self.landing[1])
-        super().fail(error)
 
 
 def _make_engine(config: Config, controller: Controller) -> Engine:

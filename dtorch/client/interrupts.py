@@ -1,13 +1,16 @@
 """Ctrl-C, held back while a command is half issued.
 
 A KeyboardInterrupt between two steps of issuing would lose a command that is numbered already, or a write that its aliases have not
-been told of. The signal handler looks at the frames it interrupts: inside a `critical` function it comes again a moment later. That
-costs nothing while nobody presses Ctrl-C.
+been told of; one inside an import of ours would leave a module half made for good. The signal handler looks at the frames it
+interrupts: inside a `critical` function, or an import that dtorch makes, it comes again a moment later. That costs nothing while
+nobody presses Ctrl-C.
 """
 
 from __future__ import annotations
 
 import _thread
+import importlib
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -20,6 +23,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 RETRY = 0.002
 
 _critical: set[CodeType] = set()
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def critical(function: Function) -> Function:
@@ -44,9 +49,10 @@ def uninstall() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    found = frame
+    found, importing = frame, False
     while found is not None:
-        if found.f_code in _critical:
+        importing = importing or found.f_code is _IMPORT
+        if found.f_code in _critical or (importing and found.f_code.co_filename.startswith(_PACKAGE)):
             again = threading.Timer(RETRY, _thread.interrupt_main)
             again.daemon = True
             again.start()

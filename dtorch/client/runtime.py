@@ -113,10 +113,10 @@ def shutdown() -> None:
         found, _controller = _controller, None
         _shut_down = True
         if found is not None:
-            unseen = found.unseen()
+            unseen = found.failures.unseen()
             found.close()
             if unseen is not None:
-                log.error("dtorch: an operation failed and nothing read its result:\n%s", found.report(unseen))
+                log.error("dtorch: an operation failed and nothing read its result:\n%s", found.failures.report(unseen))
         for callback in on_close:
             callback()
 
@@ -214,7 +214,7 @@ def _at_exit() -> None:
         error = None if told else f"dtorch: {exc}"
     except BaseException as exc:
         error = f"dtorch: an operation failed and nothing read its result:\n{exc}"
-    found.reported.update(failure.sequence for failure in found.failures.values())
+    found.failures.count_as_seen()
     shutdown()
     if error is not None:
         print(error, file=sys.stderr)

@@ -1,0 +1,90 @@
+"""Failed commands: what their workers said of them, and who has been told."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any
+
+from ..errors import DTorchError, RemoteError
+from .replies import Waiting
+
+#: Failed commands whose description is kept.
+KEPT = 1000
+
+#: What a worker says of a value that it does not have.
+_ABSENT = re.compile(r"value (\d+) is not in the store")
+
+
+class Failure:
+    """A failed command, as its worker described it."""
+
+    __slots__ = ("device", "sequence", "kind", "message", "coordinate", "shapes", "line")
+
+    def __init__(
+        self, device: int, sequence: int, kind: str, message: str, coordinate: Any, shapes: Any, line: str
+    ) -> None:
+        self.device, self.sequence, self.kind, self.message = device, sequence, kind, message
+        self.coordinate, self.shapes, self.line = coordinate, shapes, line
+
+    def error(self) -> RemoteError:
+        where = f"device {self.device}" + (
+            "" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}"
+        )
+        shapes = "" if not self.shapes else f"\n  local shapes: {', '.join(str(tuple(s)) for s in self.shapes)}"
+        return RemoteError(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
+
+
+class Failures:
+    """The failed commands of one cluster.
+
+    A poisoned read may be heard of before the failure that it comes from: they are other workers' notes.
+    """
+
+    def __init__(self) -> None:
+        self._found: collections.OrderedDict[tuple[int, int], Failure] = collections.OrderedDict()
+        #: Commands that a read has reported already, on whichever device it met them.
+        self._reported: set[int] = set()
+        self._orphans: dict[tuple[int, int], list[Waiting]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def failed(self, event: list, line: str, floor: int, foreign: DTorchError) -> None:
+        """Take a FAILED event. Values below ``floor`` are of another cluster, which is what ``foreign`` says."""
+        _, device, sequence, name, message, coordinate, shapes = event
+        absent = _ABSENT.fullmatch(message)
+        if absent and int(absent[1]) < floor:
+            name, message = "DTorchError", str(foreign)
+        failure = self._found[device, sequence] = Failure(device, sequence, name, message, coordinate, shapes, line)
+        if len(self._found) > KEPT:
+            self._reported.discard(self._found.popitem(last=False)[1].sequence)
+        for waiting in self._orphans.pop((device, sequence), ()):
+            waiting.fail(self.report(failure))
+
+    def poisoned(self, waiting: Waiting, origin: tuple[int, int]) -> None:
+        """A read depends on the command that failed at ``origin`` (device, sequence number)."""
+        found = self._found.get(origin)
+        if found is not None:
+            waiting.fail(self.report(found))
+        else:
+            self._orphans.setdefault(origin, []).append(waiting)
+
+    def orphans(self) -> list[Waiting]:
+        """Reads that still wait to hear why they failed; they are forgotten here."""
+        pending = [waiting for group in self._orphans.values() for waiting in group]
+        self._orphans.clear()
+        return pending
+
+    def unseen(self) -> Failure | None:
+        """The first failure that nobody has been told of."""
+        return next((f for f in list(self._found.values()) if f.sequence not in self._reported), None)
+
+    def count_as_seen(self) -> None:
+        """Nobody need be told of what has failed so far."""
+        self._reported.update(failure.sequence for failure in self._found.values())
+
+    def report(self, failure: Failure) -> RemoteError:
+        """The error to raise for a failure, which counts as seen from now on."""
+        self._reported.add(failure.sequence)
+        return failure.error()
