@@ -233,10 +233,20 @@ def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList
             return dispatch.wrap(spec, runtime.controller().put(plain, spec))
         # Dense in another order of dims: strides are kept, as torch keeps them.
         plain = plain.permute(order)
-        moved = PlacementList(shard(order.index(p.dim)) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
-        spec = Spec.of(mesh, moved, plain.shape, None, plain.dtype)
-        made = dispatch.wrap(spec, runtime.controller().put(plain, spec))
-        return made.permute([order.index(dim) for dim in range(len(order))]).detach()  # type: ignore[return-value]
+        spec = Spec.of(mesh, permuted(placements, order), plain.shape, None, plain.dtype)
+        return turned(dispatch.wrap(spec, runtime.controller().put(plain, spec)), order)
+
+
+def permuted(placements: PlacementList, order: list[int]) -> PlacementList:
+    """The placements of ``x.permute(order)``."""
+    return PlacementList(shard(order.index(p.dim)) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+
+
+def turned(made: Tensor, order: list[int]) -> Tensor:
+    """The inverse of ``permute(order)``: a fresh tensor whose dims lie in memory in that order."""
+    if order == sorted(order):
+        return made
+    return made.permute([order.index(dim) for dim in range(len(order))]).detach()  # type: ignore[return-value]
 
 
 def check_dense(tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from ..placement import REPLICATE, PlacementList, is_partial
 from ..program.ir import Const, Local
 from ..raw import dtype_name
 from ..sharding import shapes
-from ..sharding.plan import ArgWriter, Builder
+from ..sharding.plan import ArgWriter, Builder, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import host, runtime
@@ -83,6 +83,7 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return host.run(info, args, kwargs)
     mesh = next(t._spec.mesh for t in _tensors(args, kwargs) if type(t) is Tensor and t._spec is not None)
     args, kwargs = host.place(info, args, kwargs, mesh)
+    args, kwargs = _named_generator(info, args, kwargs)
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(f"{info.name}: expected a CPU generator, got one of {generator.device}")
@@ -96,8 +97,11 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         dtype = kwargs.get("dtype") or spec.dtype
         values = {a.name: info.value_of(a, args, kwargs) for a in info.arguments}
         bounds = [values.get(name, 0) for name in names]
-        fresh = Spec.of(mesh, settled(spec), spec.shape, _like_stride(spec, kwargs), dtype)
-        return generate(fill, bounds, fresh)
+        # Made contiguous in the order of memory that the result will have, then turned.
+        order = stride_order(tuple(spec.shape), _like_stride(spec, kwargs))
+        shape = [spec.shape[dim] for dim in order]
+        made = generate(fill, bounds, Spec.of(mesh, host.permuted(settled(spec), order), shape, None, dtype))
+        return host.turned(made, order)
     names = INTEGER_FILLS.get(info.op) or [n for n, _ in FILLS[info.op][1]]
     values = {a.name: info.value_of(a, args, kwargs) for a in info.arguments}
     spec = target._spec
@@ -105,6 +109,15 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     source = generate(info.op, [values.get(n) if n else None for n in names], spec.with_placements(settled(spec)))
     aten.copy_.default(target, source)
     return target
+
+
+def _named_generator(info: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The call with its generator, which some ops take by position, among ``kwargs``."""
+    argument = info.by_name.get("generator")
+    if argument is None or len(args) <= argument.position:
+        return args, kwargs
+    position = argument.position
+    return (*args[:position], *args[position + 1 :]), {**kwargs, "generator": args[position]}
 
 
 def _check(op: Any, values: dict[str, Any], dtype: torch.dtype) -> None:
