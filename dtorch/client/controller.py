@@ -37,7 +37,7 @@ from .values import FREED, Value, next_value_id
 log = logging.getLogger("dtorch")
 
 #: Commands in one batch at most; more gains nothing (DESIGN, lesson 4).
-BATCH = 64
+BATCH = 128
 #: Commands the client may run ahead of the slowest worker.
 AHEAD = 8192
 #: Bytes of results, per device, that may be asked for ahead of the workers.
@@ -45,11 +45,13 @@ AHEAD_BYTES = 1 << 30
 #: Tensors up to this size travel inside messages, larger ones through shared memory.
 INLINE_BYTES = 64 * 1024
 #: Dead values that may wait for the next batch; before a large result is made none does.
-FREES = 32
+FREES = 64
 LARGE_BYTES = 256 * 1024
-#: Seconds between two batches at least, while fewer than `BATCH` commands wait. A send wakes two threads and costs what ten
-#: ops cost, so a loop of small ops is sent ten at a time; the first op after a pause goes out at once.
-SEND_INTERVAL = 0.0001
+#: Seconds between two batches at least, while fewer than `BATCH` commands wait: at first, and once the workers have run dry again
+#: and again. A send wakes a thread and every worker and costs what ten ops cost, so a loop of ops too small to keep the workers
+#: busy is sent a hundred at a time; the first op after a pause or a read goes out at once, and those after it soon.
+FIRST_INTERVAL = 0.0001
+LAST_INTERVAL = 0.001
 #: Seconds after which queued commands are sent though nobody waits for them and nothing else is issued.
 IDLE_FLUSH = 0.001
 #: Seconds without commands after which the idle flusher stops looking.
@@ -94,10 +96,12 @@ class Controller:
         self.pid = _pid
         #: Values before this one are of an earlier cluster, or of the process that this one was forked from.
         self.floor = next_value_id()
+        self.sync = config.sync
         self.bytes_ahead = 0
         self.bytes_carried = 0
         self.history = lines.History()
         self._sent = 0.0
+        self._interval = FIRST_INTERVAL
         self._flusher_sleeps = True
         self._wake = threading.Event()
         interrupts.install()
@@ -107,23 +111,31 @@ class Controller:
     # -- issuing ------------------------------------------------------------------------------------------------------
 
     @interrupts.critical
-    def issue(self, command: list, name: str | None = None) -> None:
-        """Append one command; the caller holds the lock. ``name`` is what an error says it is."""
+    def issue(self, command: list, name: str | None = None, depth: int = 3) -> None:
+        """Append one command; the caller holds the lock.
+
+        Args:
+            name: what an error says it is.
+            depth: how many frames up from `History.note` the user's line may be at the nearest.
+        """
         if self.lost is not None or self.closed or self.pid != _pid:
             raise self._unusable()
         outbox = self.outbox
         if len(FREED) > FREES:
             self.drain()
         if name is not None:
-            self.history.note(self.sequence, name)
+            self.history.note(self.sequence, name, depth)
         self.sequence += 1
         outbox.append(command)
         if len(outbox) >= BATCH:
             self.flush()
         elif self._flusher_sleeps:
             self._wake_flusher()
+            self._interval = FIRST_INTERVAL
             self.flush()
-        elif perf_counter() - self._sent > SEND_INTERVAL and not self.engine.behind():
+        elif perf_counter() - self._sent > self._interval and not self.engine.behind():
+            if self._interval < LAST_INTERVAL:
+                self._interval *= 2
             self.flush()
 
     @interrupts.critical
@@ -322,6 +334,7 @@ class Controller:
             try:
                 self.issue(command(token))
                 self.flush()
+                self._interval = FIRST_INTERVAL
             except BaseException:
                 self.waiting.pop(token, None)
                 raise

@@ -25,7 +25,9 @@ from .values import FREED, Value, next_value_id
 
 log = logging.getLogger("dtorch")
 
-#: Plans kept, over all ops; the least recently used go first.
+#: Frames from `History.note` up to who called `dispatch`, by way of `execute_simple`.
+CALLER = 5
+#: Plans kept, over all ops; the oldest go first.
 PLANS_KEPT = 20_000
 
 
@@ -114,6 +116,8 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         _PLANS[cached] = plan
         if len(_PLANS) > PLANS_KEPT:
             _PLANS.popitem(last=False)
+    if plan.is_simple:
+        return execute_simple(info, plan, tensors, numbers, controller)
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
 
 
@@ -192,12 +196,10 @@ def execute(
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
-    if plan.is_simple:
-        return execute_simple(info, plan, tensors, numbers, controller)
     results = _queue(info, plan, args, kwargs, tensors, numbers, controller)
     controller.bytes_ahead += plan.nbytes
     controller.pressure()
-    if controller.config.sync:
+    if controller.sync:
         controller.synchronize()
     structure = plan.structure
     if structure == "tensor":
@@ -257,6 +259,9 @@ def execute_simple(
     info: CallInfo, plan: Plan, tensors: list[Tensor], numbers: list[Any], controller: Controller
 ) -> Tensor:
     """`execute` for the common kind of op: one fresh result, nothing written."""
+    if plan.nbytes > LARGE_BYTES and FREED:
+        with controller.lock:
+            controller.drain()
     result_value = Value(next_value_id())
     command = [plan.program_id]
     floor = controller.floor
@@ -269,9 +274,11 @@ def execute_simple(
                 aliasing.refresh(controller, value)
             command.append(value.id)
         command.append(result_value.id)
-        command += numbers
-        command += plan.operands
-        controller.issue(command, info.name)
+        if numbers:
+            command += numbers
+        if plan.operands:
+            command += plan.operands
+        controller.issue(command, info.name, CALLER)
     spec = plan.outputs[0]
     result = torch_internals.make_wrapper(Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=torch_internals.CPU)
     result._spec = spec
@@ -279,7 +286,7 @@ def execute_simple(
     controller.bytes_ahead += plan.nbytes
     if not controller.sequence & 255 or controller.bytes_ahead > AHEAD_BYTES:
         controller.pressure()
-    if controller.config.sync:
+    if controller.sync:
         controller.synchronize()
     return result
 

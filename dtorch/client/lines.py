@@ -30,9 +30,9 @@ class History:
     def __init__(self) -> None:
         self.entries: list[Any] = [None] * REMEMBERED
 
-    def note(self, sequence: int, name: str) -> None:
-        """Remember who called."""
-        frame: Any = sys._getframe(3)
+    def note(self, sequence: int, name: str, depth: int) -> None:
+        """Remember who called: the first user's frame from ``depth`` frames up."""
+        frame: Any = sys._getframe(depth)
         while frame is not None:
             code = frame.f_code
             if code not in _internal:
