@@ -15,7 +15,7 @@ from ..placement import REPLICATE, PlacementList, is_shard, shard
 from ..sharding.plan import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
-from . import torch_internals
+from . import leaves, torch_internals
 
 
 class HostRoot:
@@ -214,6 +214,8 @@ def _restride(tensor: Tensor) -> None:
 def _tell_leaf(tensor: Tensor) -> None:
     if tensor._leaf is not None:
         tensor._leaf.spec = tensor._spec
+    elif tensor.requires_grad:  # made by a factory of torch's own, which knows no hooks
+        leaves.watch(tensor)
 
 
 def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList | None = None) -> Tensor:

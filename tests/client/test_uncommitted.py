@@ -250,6 +250,18 @@ def test_a_destination_takes_the_shards_of_its_source_and_an_operand_is_replicat
     assert v.device_mesh == x.device_mesh
 
 
+def test_gradients_of_a_leaf_that_joined_have_its_placements() -> None:
+    x = place(X, "first")
+    w = torch.ones(6, 6, device=x.device, requires_grad=True)
+    (x @ w).sum().backward()
+    assert w.grad.placements == w.placements == [Replicate()]
+    v = torch.zeros(4, 6, device=x.device, requires_grad=True)
+    with torch.no_grad():
+        v.copy_(x)
+    (place(X, "replicated") * v).sum().backward()
+    assert v.grad.placements == v.placements == [Shard(0)]
+
+
 def test_joined_to_one_mesh_it_is_refused_by_another() -> None:
     x = place(X, "first")
     y = dtorch.from_torch(X, dtorch.DeviceMesh("cpu", [2, 3]), [Shard(0)])
