@@ -8,7 +8,6 @@ nobody presses Ctrl-C.
 
 from __future__ import annotations
 
-import _thread
 import importlib
 import os
 import signal
@@ -53,7 +52,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     while found is not None:
         importing = importing or found.f_code is _IMPORT
         if found.f_code in _critical or (importing and found.f_code.co_filename.startswith(_PACKAGE)):
-            again = threading.Timer(RETRY, _thread.interrupt_main)
+            # A real signal: the main thread may be blocked in the kernel by then.
+            again = threading.Timer(RETRY, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
             again.daemon = True
             again.start()
             return

@@ -63,9 +63,13 @@ class Zygote:
         _living.add(self)
 
     def wait_ready(self) -> None:
-        """Block until the zygote has imported torch."""
+        """Block until the zygote has imported torch. A Ctrl-C leaves it as it was: its word is looked at, `receive` takes it."""
         if not self._ready:
-            if self.receive() is None:
+            try:
+                said = self.socket.recv(MESSAGE_BYTES, socket.MSG_PEEK)
+            except OSError:
+                said = b""
+            if not said:
                 raise OSError(
                     f"dtorch: the process that starts workers (pid {self.process.pid}) ended before it was ready"
                 )
@@ -75,12 +79,17 @@ class Zygote:
         socket.send_fds(self.socket, [json.dumps(message).encode()], list(fds))
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None once the zygote is gone."""
-        try:
-            packet = self.socket.recv(MESSAGE_BYTES)
-        except OSError:
-            return None
-        return json.loads(packet) if packet else None
+        """The next message but the word that it is ready; None once the zygote is gone."""
+        while True:
+            try:
+                packet = self.socket.recv(MESSAGE_BYTES)
+            except OSError:
+                return None
+            if not packet:
+                return None
+            message = json.loads(packet)
+            if "ready" not in message:
+                return message
 
     def stop(self) -> None:
         """End the zygote and all that it started."""

@@ -34,7 +34,9 @@ def workers(): return [s.pid for s in dtorch.worker_status().values()]
 class Script:
     """A running script, with a temporary directory of its own and a mark by which all its processes are known."""
 
-    def __init__(self, code: str, *, how: str = "file", prologue: str = PROLOGUE, under: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self, code: str, *, how: str = "file", prologue: str = PROLOGUE, under: Sequence[str] = (), **options: Any
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="lifetime-", dir="/tmp"))
         (self.directory / "tmp").mkdir()
         self._mark = f"LIFETIME_TEST_MARK={uuid.uuid4()}"
@@ -131,3 +133,8 @@ def until(true: Callable[[], Any], seconds: float = SECONDS, step: float = 0.02)
             return False
         time.sleep(step)
     return True
+
+
+def forever(call: Callable[[], Any]) -> None:
+    """Call again and again, until it raises; a test that forgets to end it fails."""
+    assert until(lambda: call() is call, step=0)

@@ -40,8 +40,16 @@ def test_killed_while_a_worker_is_stopped() -> None:
         ("raise OSError('of the user')", 1, "OSError: of the user"),
         ("import atexit; atexit.register(lambda: 1 / 0)", 0, "ZeroDivisionError"),
         ("os.abort()", -6, ""),
-        ("import atexit; atexit.register(lambda: say(x.sum().item())); threading.Thread(target=future.get, daemon=True).start()", 0, ""),
-        ("future.add_done_callback(lambda f: sys.exit(9)); future.get(); time.sleep(0.2); sys.exit(4)", 4, "SystemExit: 9"),
+        (
+            "import atexit; atexit.register(lambda: say(x.sum().item())); threading.Thread(target=future.get, daemon=True).start()",
+            0,
+            "",
+        ),
+        (
+            "future.add_done_callback(lambda f: sys.exit(9)); future.get(); time.sleep(0.2); sys.exit(4)",
+            4,
+            "SystemExit: 9",
+        ),
         ("os.kill(workers()[0], signal.SIGSTOP); os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
     ],
 )
@@ -59,7 +67,8 @@ def test_other_exit_handlers_run_although_a_failure_makes_the_status() -> None:
         x = dtorch.ones(8, device_mesh=mesh)
         bad = torch.index_select(x, 0, dtorch.full((2,), 99, device_mesh=mesh))
         """,
-        prologue="import atexit; atexit.register(print, 'registered first, runs last')\n" + "from tests.lifetime.scripts import PROLOGUE; exec(PROLOGUE)\n",
+        prologue="import atexit; atexit.register(print, 'registered first, runs last')\n"
+        + "from tests.lifetime.scripts import PROLOGUE; exec(PROLOGUE)\n",
     )
     assert (status, out) == (1, "registered first, runs last\n")
     assert err.count("index out of range") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 import dtorch
 from dtorch.errors import RemoteError
 
-LIBRARY = '''
+LIBRARY = """
 import torch
 
 @torch.library.custom_op("lifetime::scaled", mutates_args=())
@@ -38,7 +37,7 @@ scaled.register_autograd(_backward, setup_context=_setup)
 @torch.library.custom_op("lifetime::bump", mutates_args=("x",))
 def bump(x: torch.Tensor, n: int) -> None:
     x.add_(n)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +78,8 @@ def test_several_outputs_gradients_and_writes(imported: dtorch.DeviceMesh, libra
 def test_without_the_import_the_error_says_what_to_do(mesh: dtorch.DeviceMesh, library: ModuleType) -> None:
     x = dtorch.ones(4, device_mesh=mesh, placements=[dtorch.Shard(0)])
     result, _ = library.scaled(x, x, 1.0)
-    with pytest.raises(RemoteError, match=r"no op 'lifetime.scaled.default'(?s:.*)worker_imports(?s:.*)test_custom_ops.py"):
+    with pytest.raises(
+        RemoteError, match=r"no op 'lifetime.scaled.default'(?s:.*)worker_imports(?s:.*)test_custom_ops.py"
+    ):
         result.to_torch()
     assert x.sum().item() == 4

@@ -13,7 +13,7 @@ import torch
 
 import dtorch
 
-from .scripts import SECONDS, running, succeeds
+from .scripts import forever, running, succeeds
 
 SHARD, REPLICATE = [dtorch.Shard(0)], [dtorch.Replicate()]
 
@@ -32,15 +32,6 @@ def interrupted(call: Callable, seconds: float = 0.3) -> None:
         call()
     assert time.monotonic() - sent[0] < 2
     timer.join()
-
-
-def forever(call: Callable) -> Callable:
-    def repeat() -> None:
-        end = time.monotonic() + SECONDS
-        while time.monotonic() < end:
-            call()
-
-    return repeat
 
 
 def test_waits(mesh: dtorch.DeviceMesh) -> None:
@@ -62,14 +53,14 @@ def test_waits(mesh: dtorch.DeviceMesh) -> None:
         dtorch.synchronize,
         dtorch.memory_stats,
         lambda: next(iter(dtorch.as_completed([x.to_torch_async()]))),
-        forever(lambda: dtorch.distribute_tensor(big, mesh, SHARD)),  # waits for space
+        lambda: forever(lambda: dtorch.distribute_tensor(big, mesh, SHARD)),  # waits for space
     ):
         os.kill(first, signal.SIGSTOP)
-        interrupted(wait, 1.5 if wait.__name__ == "repeat" else 0.3)
+        interrupted(wait, 1.0)
         os.kill(first, signal.SIGCONT)
         assert x.sum().item() == 8
     os.kill(first, signal.SIGSTOP)
-    interrupted(forever(count), 1.5)  # waits because it is too far ahead
+    interrupted(lambda: forever(count), 1.5)  # waits because it is too far ahead
     os.kill(first, signal.SIGCONT)
     assert x.to_torch().unique().item() in (1 + counted, 2 + counted)
 

@@ -106,7 +106,16 @@ def test_a_long_loop_leaves_nothing_behind(mesh: dtorch.DeviceMesh) -> None:
 
     def measure() -> tuple:
         gc.collect()
-        tables = [len(t) for t in (controller.programs, controller.meshes, controller.waiting, controller.failures, controller.outbox)]
+        tables = [
+            len(t)
+            for t in (
+                controller.programs,
+                controller.meshes,
+                controller.waiting,
+                controller.failures,
+                controller.outbox,
+            )
+        ]
         values = [stats["values"] for stats in dtorch.memory_stats().values()]
         return tables, values, live()
 

@@ -21,7 +21,7 @@ def limited(name: str, value: int) -> str:
     return f"import resource; resource.setrlimit(resource.{name}, ({value}, {value}))\n"
 
 
-@pytest.mark.parametrize("place", ["/nowhere/at/all", "/proc", "relative", "long"])
+@pytest.mark.parametrize("place", ["/nowhere/at/all", "/proc", "long"])
 def test_a_temporary_directory_that_cannot_be_used(place: str, tmp_path: Path) -> None:
     if place == "long":
         place = str(tmp_path / ("long" * 30))
@@ -33,7 +33,7 @@ def test_few_descriptors_are_enough() -> None:
     assert succeeds(limited("RLIMIT_NOFILE", 64) + CODE) == "2097152.0\n"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("RLIMIT_NOFILE", 12), ("RLIMIT_AS", 1 << 30), ("RLIMIT_AS", 3 << 30)])
+@pytest.mark.parametrize(("limit", "value"), [("RLIMIT_NOFILE", 12), ("RLIMIT_AS", 1 << 30)])
 def test_what_the_system_refuses_is_said(limit: str, value: int) -> None:
     """No hang, no crash: the right answer, or an exception of Python's, the system's or ours; and nothing left behind."""
     with running(limited(limit, value) + CODE) as script:
@@ -44,7 +44,7 @@ def test_what_the_system_refuses_is_said(limit: str, value: int) -> None:
 
 def test_a_full_dev_shm_does_not_matter() -> None:
     """Shared memory is anonymous. Needs a mount namespace, which only root may make."""
-    mount = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=4k tmpfs /dev/shm && exec \"$0\" \"$@\""]
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$0" "$@"']
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("cannot mount another /dev/shm here")
     assert succeeds("open('/dev/shm/full', 'w').write('x' * 4096)\n" + CODE, under=mount) == "2097152.0\n"

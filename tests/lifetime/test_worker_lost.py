@@ -14,7 +14,7 @@ import torch
 import dtorch
 from dtorch.errors import DTorchError, WorkerLost
 
-from .scripts import SOON, run, until
+from .scripts import SOON, forever, run, until
 
 SHARD, REPLICATE = [dtorch.Shard(0)], [dtorch.Replicate()]
 
@@ -51,7 +51,7 @@ def x(mesh: dtorch.DeviceMesh) -> Iterator[dtorch.Tensor]:
     for use in (lambda: x + 1, x.to_torch, lambda: repr(x), lambda: x.add_(1), lambda: x.redistribute(mesh, REPLICATE)):
         with pytest.raises(DTorchError, match="belongs to a cluster that has been shut down"):
             use()
-    del x
+    x = dtorch.ones(2, device_mesh=mesh)  # the old one dies
     assert (dtorch.ones(6, device_mesh=mesh, placements=SHARD) + 1).sum().item() == 12
     dtorch.synchronize()
 
@@ -59,7 +59,15 @@ def x(mesh: dtorch.DeviceMesh) -> Iterator[dtorch.Tensor]:
 def test_idle(x: dtorch.Tensor) -> None:
     killed = kill(pids()[1])
     assert until(lambda: not dtorch.is_initialized(), SOON)
-    lost_soon(killed, lambda: x + 1, x.to_torch, lambda: repr(x), dtorch.synchronize, dtorch.memory_stats, lambda: dtorch.ones(2, device_mesh=x.device_mesh))
+    lost_soon(
+        killed,
+        lambda: x + 1,
+        x.to_torch,
+        lambda: repr(x),
+        dtorch.synchronize,
+        dtorch.memory_stats,
+        lambda: dtorch.ones(2, device_mesh=x.device_mesh),
+    )
 
 
 def test_computing_with_many_waiting(x: dtorch.Tensor) -> None:
@@ -68,7 +76,7 @@ def test_computing_with_many_waiting(x: dtorch.Tensor) -> None:
         whole = whole @ whole / 1000
     futures = [whole.to_torch_async(), whole.sum().to_torch_async()]
     errors: list[BaseException | None] = []
-    blocked = [threading.Thread(target=lambda: errors.append(future.exception())) for future in futures]
+    blocked = [threading.Thread(target=lambda f=future: errors.append(f.exception())) for future in futures]
     for thread in blocked:
         thread.start()
     time.sleep(0.1)
@@ -104,8 +112,7 @@ def test_while_the_client_uploads(x: dtorch.Tensor) -> None:
     timer = threading.Timer(1.5, lambda: killed.append(kill(pid)))
     timer.start()
     with pytest.raises(WorkerLost, match="SIGKILL"):
-        while True:
-            dtorch.distribute_tensor(big, x.device_mesh, SHARD)
+        forever(lambda: dtorch.distribute_tensor(big, x.device_mesh, SHARD))
     assert time.monotonic() - killed[0] < SOON
 
 
@@ -116,12 +123,13 @@ def test_while_the_client_is_too_far_ahead(x: dtorch.Tensor) -> None:
     timer = threading.Timer(1.5, lambda: killed.append(kill(pid)))
     timer.start()
     with pytest.raises(WorkerLost, match="SIGKILL"):
-        while True:
-            x.add_(1)
+        forever(lambda: x.add_(1))
     assert time.monotonic() - killed[0] < SOON
 
 
-@pytest.mark.parametrize(("see", "status"), [("", 1), ("try: x + 1\n        except dtorch.errors.WorkerLost: pass", 0), ("x + 1", 1)])
+@pytest.mark.parametrize(
+    ("see", "status"), [("", 1), ("try: x + 1\n        except dtorch.errors.WorkerLost: pass", 0), ("x + 1", 1)]
+)
 def test_a_script_that_ends_with_a_lost_cluster(see: str, status: int) -> None:
     """It ends soon; a loss that nobody was told of is told, and makes the status 1."""
     found, _, err = run(f"""
@@ -148,8 +156,7 @@ for number in range(100_000): print(f"noise {number}", file=sys.stderr)
     assert x.sum().item() == 4
     kill(pids()[0])
     with pytest.raises(WorkerLost) as caught:
-        while True:
-            (x + 1).to_torch()
+        forever(lambda: (x + 1).to_torch())
     lines = str(caught.value).splitlines()
     assert lines[-1].strip() == "noise 99999"
     assert len(lines) < 30
