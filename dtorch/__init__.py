@@ -1,6 +1,6 @@
 """dtorch makes many devices feel like one: ordinary single-device PyTorch on tensors that live on many workers.
 
-Whatever is not listed here is torch's: ``dtorch.matmul``, ``dtorch.float32``, ``dtorch.no_grad``, ``dtorch.nn``, …
+Whatever is not listed here is torch's: ``dtorch.matmul``, ``dtorch.float32``, ``dtorch.no_grad``, …
 """
 
 from .engine import zygote as _zygote
@@ -57,6 +57,7 @@ from .creation import (  # noqa: E402
 from .future import TensorFuture, as_completed  # noqa: E402
 from .graph import Graph, default_graph  # noqa: E402
 from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from .nn import distribute_module, summary  # noqa: E402
 from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
 from .placing import as_tensor, distribute_tensor, from_numpy, from_torch, tensor  # noqa: E402
 from .stages import assign_layers_to_stages  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "default_graph",
     "default_mesh",
     "devices",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "empty_like",
@@ -117,6 +119,7 @@ __all__ = [
     "redistribute",
     "scalar_tensor",
     "shutdown",
+    "summary",
     "synchronize",
     "tensor",
     "tril_indices",
