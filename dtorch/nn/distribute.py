@@ -47,6 +47,7 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
         ValueError: a glob that matches nothing, an axis that the mesh lacks, a dim that the tensor lacks, more placements than axes,
             a model without a plan of its own. Each says what is near. Nothing has been placed then.
         TypeError: arguments, or tensors of a kind, that cannot be placed.
+        RuntimeError: the autograd graph of an earlier forward still holds a parameter; the call may be repeated.
         DeviceUnavailable: a device that does not exist here.
 
     What was decided where the plan could not be followed is logged, and listed by `summary`.
@@ -112,7 +113,12 @@ def _place(one: Held, mesh: DeviceMesh, placements: PlacementList) -> None:
     gradient, tensor.grad = tensor.grad, None
     if isinstance(tensor, Tensor) or not weakref.getweakrefs(tensor):
         attributes = dict(vars(tensor))
-        tensor.data = placed
+        try:
+            tensor.data = placed
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"distribute_module(): {one.name!r} is still in use by an autograd graph; drop the loss or output that holds it, and call again"
+            ) from error
         vars(tensor).update({name: value for name, value in attributes.items() if name not in vars(tensor)})
     else:  # Python cannot change what others look at by a weak reference: the parameters of torch.nn.LSTM, for one
         tensor = torch.nn.Parameter(placed, tensor.requires_grad) if one.is_parameter else placed

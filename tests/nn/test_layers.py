@@ -10,6 +10,7 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard, nn
+from dtorch.client import runtime
 
 from .training import MESHES, assert_same, placed, plain, step
 
@@ -160,6 +161,21 @@ def test_with_torchs_random_numbers_they_are_torchs(what: str, engine: str) -> N
     finally:
         dtorch.shutdown()
         dtorch.init(engine=engine)
+
+
+def test_parameters_are_made_on_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client never holds their values, and sends none: nor for a module that was built on the meta device."""
+
+    def put(self: Any, tensor: torch.Tensor, spec: Any) -> Any:
+        raise AssertionError(f"the client sends a tensor of shape {tuple(tensor.shape)}")
+
+    monkeypatch.setattr(type(runtime.controller()), "put", put)
+    with pytest.raises(AssertionError, match=r"shape \(2,\)"):
+        dtorch.from_torch(torch.ones(2), MESHES["tp2"])
+    for make in (*LINEARS.values(), *EMBEDDINGS.values()):
+        make(512, 256, device_mesh=MESHES["dp tp"])
+    dtorch.distribute_module(torch.nn.Linear(512, 256, device="meta"), MESHES["tp2"], {"*": [Shard(0)]})
+    dtorch.synchronize()
 
 
 def test_state_dicts_go_both_ways() -> None:
