@@ -117,7 +117,7 @@ def _place(one: Held, mesh: DeviceMesh, placements: PlacementList) -> None:
             tensor.data = placed
         except RuntimeError as error:
             raise RuntimeError(
-                f"distribute_module(): {one.name!r} is still in use by an autograd graph; drop the loss or output that holds it, and call again"
+                f"distribute_module(): {one.name!r} is in use by an autograd graph; drop the loss that holds it, and call again"
             ) from error
         vars(tensor).update({name: value for name, value in attributes.items() if name not in vars(tensor)})
     else:  # Python cannot change what others look at by a weak reference: the parameters of torch.nn.LSTM, for one
