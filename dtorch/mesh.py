@@ -95,7 +95,7 @@ class DeviceMesh:
             >>> DeviceMesh("cpu", [[0, 1], [2, 3]]).mesh.T.tolist()
             [[0, 2], [1, 3]]
         """
-        return torch.tensor(self.device_ids, dtype=torch.int64).reshape(self.shape)
+        return torch.tensor(self.device_ids, dtype=torch.int64, device="cpu").reshape(self.shape)
 
     @property
     def dim_names(self) -> tuple[str, ...] | None:
@@ -238,7 +238,7 @@ def init_device_mesh(
         )
     if not shape or any(n < 1 for n in shape):
         raise ValueError(f"init_device_mesh(): every axis needs at least one device, got {tuple(shape)}")
-    return DeviceMesh(device_type, torch.arange(math.prod(shape)).reshape(tuple(shape)), mesh_dim_names)
+    return DeviceMesh(device_type, torch.arange(math.prod(shape), device="cpu").reshape(tuple(shape)), mesh_dim_names)
 
 
 def _grid(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:

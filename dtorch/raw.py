@@ -28,7 +28,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 def from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous tensor of its own from `to_bytes`."""
     if not data:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
 
 

@@ -97,6 +97,7 @@ class Controller:
         #: Values before this one are of an earlier cluster, or of the process that this one was forked from.
         self.floor = next_value_id()
         self.sync = config.sync
+        self.default_dtype = torch.get_default_dtype()
         self.bytes_ahead = 0
         self.bytes_carried = 0
         self.history = lines.History()
@@ -252,6 +253,14 @@ class Controller:
                 self.issue(_mesh_command(number, known))
             for program, body in self.program_bodies:
                 self.issue([protocol.DEFINE, program, body])
+            self.issue([protocol.DEFAULT_DTYPE, dtype_name(self.default_dtype)])
+
+    def follow_default_dtype(self) -> None:
+        """Tell the workers what ``torch.get_default_dtype`` says now. Called without the lock; plans made before are void."""
+        with self.lock:
+            self.default_dtype = torch.get_default_dtype()
+            if self.devices:
+                self.issue([protocol.DEFAULT_DTYPE, dtype_name(self.default_dtype)])
 
     def define(self, program: Program) -> int:
         """The id of ``program``, sent to the workers once. The caller holds the lock."""

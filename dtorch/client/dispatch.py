@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch import get_default_dtype
 
 from ..errors import DTorchError
 from ..sharding import shapes
@@ -46,6 +47,9 @@ class CallInfo(OpInfo):
 _INFOS: dict[int, CallInfo] = {}
 _PLANS: OrderedDict[tuple, Plan] = OrderedDict()
 
+#: Follows the type of a number in a key if the number `enlarges`: then pending sums may not be scaled by it.
+ENLARGES = object()
+
 
 def info_of(op: Any) -> CallInfo:
     found = _INFOS.get(id(op))
@@ -55,7 +59,7 @@ def info_of(op: Any) -> CallInfo:
 
 
 def forget_plans() -> None:
-    """A cluster ended: its programs are gone."""
+    """A cluster ended, so its programs are gone; or what ops give has changed."""
     _PLANS.clear()
 
 
@@ -93,6 +97,8 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
                 tensors.append(value)
             elif is_number and (kind is float or kind is int or kind is bool):
                 key.append(kind)
+                if not -1.0 <= value <= 1.0:
+                    key.append(ENLARGES)
                 numbers.append(value)
             elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
                 key.append(collect(value, is_number, tensors, numbers))
@@ -106,6 +112,9 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     controller = runtime._controller
     if controller is None:
         controller = runtime.controller()
+    if get_default_dtype() is not controller.default_dtype:
+        forget_plans()
+        controller.follow_default_dtype()
     cached = tuple(key)
     plan = _PLANS.get(cached)
     if plan is None:
@@ -131,7 +140,7 @@ def collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[An
         return value._spec
     if is_number and (kind is float or kind is int or kind is bool):
         numbers.append(value)
-        return kind
+        return kind if -1.0 <= value <= 1.0 else (kind, ENLARGES)
     if kind is list or kind is tuple:
         return tuple([collect(item, is_number, tensors, numbers) for item in value])
     if isinstance(value, torch.Tensor):

@@ -15,7 +15,7 @@ def pack(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if type(lengths) is Tensor:
         lengths = lengths.to_torch()
     # torch itself checks the lengths and counts, on a tensor without features.
-    _, sizes = torch._VF._pack_padded_sequence(torch.empty(x.shape[:2]), lengths, batch_first)
+    _, sizes = torch._VF._pack_padded_sequence(torch.empty(x.shape[:2], device="cpu"), lengths, batch_first)
     if type(x) is not Tensor:
         return torch._VF._pack_padded_sequence(x, lengths, batch_first)
     steps = x.transpose(0, 1) if batch_first else x
@@ -34,4 +34,4 @@ def pack_backward(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _rows(sizes: torch.Tensor, batch: int) -> torch.Tensor:
-    return torch.cat([torch.arange(n) + step * batch for step, n in enumerate(sizes.tolist())])
+    return torch.cat([torch.arange(n, device="cpu") + step * batch for step, n in enumerate(sizes.tolist())])

@@ -73,7 +73,7 @@ RANDOM_OPS = {*FILLS, *INTEGER_FILLS, *LIKE, *SEEDED}
 
 def draw_key() -> int:
     """A 62-bit key from the client's default generator."""
-    return int(torch.empty((), dtype=torch.int64).random_(0, 1 << 62))
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 1 << 62))
 
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ def _named_generator(info: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 def _check(op: Any, values: dict[str, Any], dtype: torch.dtype) -> None:
     """torch's own errors for illegal parameters, from torch itself on an empty tensor."""
     named = {k: v for k, v in values.items() if k not in ("self", "generator") and v is not None}
-    op(torch.empty(0, dtype=dtype), *named.values())
+    op(torch.empty(0, dtype=dtype, device="cpu"), *named.values())
 
 
 def _like_stride(spec: Spec, kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             spec = value._spec
             mesh = spec.mesh
             like = like or spec
-            plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
             if not fills:
                 plain.copy_(value.to_torch())
             if info.by_name[name].is_write:

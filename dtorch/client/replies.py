@@ -71,7 +71,7 @@ class Gather(Waiting):
                 self.whole = part
             else:
                 if self.whole is None:
-                    self.whole = torch.empty(spec.shape, dtype=spec.dtype)
+                    self.whole = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
                 self.whole[tuple(slice(*edge) for edge in box)] = part
         self.missing -= 1
         if self.missing:

@@ -100,7 +100,7 @@ def reduce(tensor: Tensor) -> Any:
         where = (mesh.device_type, mesh.mesh.tolist(), names, encode(placements))
     plain = tensor.detach().to_torch()
     if not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride():  # dense in another order of dims
-        plain = torch.empty_strided(plain.shape, tensor.stride(), dtype=plain.dtype).copy_(plain)
+        plain = torch.empty_strided(plain.shape, tensor.stride(), dtype=plain.dtype, device="cpu").copy_(plain)
     return rebuild, (plain, where, tensor.requires_grad, attributes(tensor))
 
 

@@ -34,6 +34,8 @@ THREADS = 9
 """``[THREADS, count]``: torch threads per worker."""
 SHARDS = 10
 """``[SHARDS, token, value, mesh id]``: every device of the mesh replies with ``[shape, dtype, bytes]`` of what it holds."""
+DEFAULT_DTYPE = 11
+"""``[DEFAULT_DTYPE, dtype]``: what ``torch.get_default_dtype`` says from here on, which ops of integers go by."""
 FIRST_PROGRAM = 16
 """Program ids count up from here."""
 

@@ -78,7 +78,7 @@ class SimulatedEngine:
         return tensor
 
     def landing(self, nbytes: int) -> tuple[torch.Tensor, Any] | None:
-        space = torch.empty(nbytes, dtype=torch.uint8)
+        space = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return space, space
 
     def release(self, landing: Any) -> None:

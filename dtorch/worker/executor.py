@@ -133,6 +133,7 @@ class Executor:
             protocol.IMPORT: lambda c: importlib.import_module(c[1]),
             protocol.THREADS: lambda c: torch.set_num_threads(c[1]),
             protocol.SHARDS: self._shards,
+            protocol.DEFAULT_DTYPE: lambda c: torch.set_default_dtype(dtype_called(c[1])),
         }
 
     def run(self, command: list, sequence: int) -> Steps | None:
