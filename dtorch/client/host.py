@@ -259,8 +259,12 @@ def check_dense(tensor: torch.Tensor) -> None:
     if tensor.is_nested:
         raise ValueError("dtorch does not support nested tensors: use torch.nested.to_padded_tensor(...)")
     if tensor.layout != torch.strided:
-        raise ValueError(f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()")
+        raise ValueError(
+            f"dtorch supports dense tensors only, got a tensor of layout {tensor.layout}: use tensor.to_dense()"
+        )
     if tensor.is_quantized:
         raise ValueError("dtorch does not support quantised tensors: use tensor.dequantize()")
     if tensor.is_meta:
-        raise ValueError("a tensor on the meta device has no values: make it with torch.empty_like(tensor, device='cpu') first")
+        raise ValueError(
+            "a tensor on the meta device has no values: make it with torch.empty_like(tensor, device='cpu') first"
+        )

@@ -170,7 +170,8 @@ def refuse_resize(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if tuple(size.shape if isinstance(size, torch.Tensor) else size) == tuple(x.shape):
         return x
     raise RuntimeError(
-        f"{info.name}: a dtorch tensor cannot be resized in place, its memory is spread over {x.device_mesh}; make a new one, e.g. torch.empty_like or x.reshape"
+        f"{info.name}: a dtorch tensor cannot be resized in place, its memory is spread over {x.device_mesh}; "
+        "make a new one, e.g. torch.empty_like or x.reshape"
     )
 
 
@@ -199,7 +200,11 @@ def rebind(target: Tensor, source: torch.Tensor) -> None:
     if type(source) is not Tensor:  # plain: taken where the target is
         spec = target._spec
         alike = spec is not None and source.shape == spec.shape and not spec.has_partial
-        source = host.make(source.clone()) if spec is None else host.from_plain(source, spec.mesh, spec.placements if alike else None)
+        source = (
+            host.make(source.clone())
+            if spec is None
+            else host.from_plain(source, spec.mesh, spec.placements if alike else None)
+        )
     handle = same_handle(None, (source,), {})
     torch_internals.set_data(target, handle)
     target._spec, target._value, target._host = handle._spec, handle._value, handle._host
@@ -210,8 +215,14 @@ def rebind(target: Tensor, source: torch.Tensor) -> None:
 def become(plain: torch.Tensor, source: Tensor) -> None:
     """``plain.data = source``: the plain tensor, or parameter, is a dtorch tensor from now on, the same object."""
     is_parameter = type(plain) is torch.nn.Parameter
-    if (not is_parameter and type(plain) is not torch.Tensor) or plain._backward_hooks or plain._post_accumulate_grad_hooks:
-        raise TypeError(f"a {type(plain).__name__} with hooks cannot become a dtorch tensor in place; make a new one of its values")
+    if (
+        (not is_parameter and type(plain) is not torch.Tensor)
+        or plain._backward_hooks
+        or plain._post_accumulate_grad_hooks
+    ):
+        raise TypeError(
+            f"a {type(plain).__name__} with hooks cannot become a dtorch tensor in place; make a new one of its values"
+        )
     made = same_handle(None, (source,), {})
     grad = plain.grad
     made = torch.nn.Parameter(made, plain.requires_grad) if is_parameter else made.requires_grad_(plain.requires_grad)
@@ -309,7 +320,9 @@ def _functional(info: Any) -> Any:
 
 
 def refuse_quantised(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise TypeError(f"{info.name}: dtorch does not support quantised tensors; quantise on the client: call it on x.to_torch()")
+    raise TypeError(
+        f"{info.name}: dtorch does not support quantised tensors; quantise on the client: call it on x.to_torch()"
+    )
 
 
 HANDLERS: dict[Any, Handler] = {

@@ -164,7 +164,8 @@ def is_tracing() -> bool:
     for _ in range(12):
         if frame is None:
             return False
-        if any(part in frame.f_code.co_filename for part in ("/torch/_dynamo/variables/", "/torch/_subclasses/", "/torch/fx/experimental/")):
+        places = ("/torch/_dynamo/variables/", "/torch/_subclasses/", "/torch/fx/experimental/")
+        if any(place in frame.f_code.co_filename for place in places):
             return True
         frame = frame.f_back
     return False

@@ -99,7 +99,9 @@ def reduce(tensor: Tensor) -> Any:
         names = None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
         where = (mesh.device_type, mesh.mesh.tolist(), names, encode(placements))
     plain = tensor.detach().to_torch()
-    if not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride():  # dense in another order of dims
+    if (
+        not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride()
+    ):  # dense in another order of dims
         plain = torch.empty_strided(plain.shape, tensor.stride(), dtype=plain.dtype, device="cpu").copy_(plain)
     return rebuild, (plain, where, tensor.requires_grad, attributes(tensor))
 

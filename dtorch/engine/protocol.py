@@ -19,9 +19,9 @@ PUT = 3
 ``blob`` is the tensor's bytes (contiguous), or ``[offset, bytes]`` in the client's arena. Under Partial, coordinate 0 holds it all."""
 GET = 4
 """``[GET, token, value, mesh id, placements, shape, dtype, landing]``: one device of each distinct box replies with it.
-The placements hold no Partial. A device whose
-tensor is not of that box or dtype says so instead: its bytes would be read as something else. ``landing`` is ``[offset, bytes]`` in the client's arena, where a whole contiguous tensor
-lies into which each device copies its box (the reply then carries None), or None: the reply carries the box's bytes."""
+The placements hold no Partial. A device whose tensor is not of that box or dtype fails: its bytes would be read as something else.
+``landing`` is ``[offset, bytes]`` in the client's arena, where a whole contiguous tensor lies into which each device copies its box
+(the reply then carries None), or None: the reply carries the box's bytes."""
 DESCRIBE = 5
 """``[DESCRIBE, token, mesh id, *values]``: the mesh's first device replies with ``[shape, stride, dtype]`` of each."""
 SYNC = 6

@@ -131,7 +131,7 @@ def test_devices_that_do_not_exist(cluster: Cluster) -> None:
     with pytest.raises(DeviceUnavailable, match=r"limit of 64 workers; dtorch.init\(devices=65\)"):
         cluster.engine.ensure("cpu", [0, 64])
     if not torch.cuda.is_available():
-        with pytest.raises(DeviceUnavailable, match="cuda.*is_available"):
+        with pytest.raises(DeviceUnavailable, match=r"cuda.*is_available"):
             cluster.engine.ensure("cuda", [0])
 
 
