@@ -21,6 +21,8 @@ NAMES = [
     "Partial",
     "Placement",
     "assign_layers_to_stages",
+    "distribute_module",
+    "summary",
     "Tensor",
     "tensor",
     "as_tensor",
