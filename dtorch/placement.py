@@ -27,6 +27,7 @@ class Shard(_c.Shard):
 
     Example::
 
+        >>> import torch.distributed.tensor
         >>> Shard(0) == torch.distributed.tensor.Shard(0)
         True
     """
@@ -56,6 +57,7 @@ class Replicate(_c.Replicate):
 
     Example::
 
+        >>> import torch.distributed.tensor
         >>> Replicate() == torch.distributed.tensor.Replicate()
         True
     """
@@ -83,6 +85,7 @@ class Partial(_c.Partial):
 
     Example::
 
+        >>> import torch.distributed.tensor
         >>> Partial() == torch.distributed.tensor.Partial("sum")
         True
     """
