@@ -39,7 +39,6 @@ def test_killed_while_a_worker_is_stopped() -> None:
         ("os._exit(3)", 3, ""),
         ("raise OSError('of the user')", 1, "OSError: of the user"),
         ("import atexit; atexit.register(lambda: 1 / 0)", 0, "ZeroDivisionError"),
-        ("os.abort()", -6, ""),
         (
             "import atexit; atexit.register(lambda: say(x.sum().item())); threading.Thread(target=future.get, daemon=True).start()",
             0,
