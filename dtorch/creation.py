@@ -69,11 +69,14 @@ def _factory(name: str) -> Any:
             raise ValueError(f"{name}(): dtorch supports dense tensors only, got layout={kwargs['layout']}")
         kwargs.pop("pin_memory", None)
         _check_generator(name, kwargs.get("generator"))
+        if _from_client(name, kwargs):
+            values = make(*args, device="cpu", **kwargs)
+            return place(values, where_to(name, values.ndim, device, device_mesh, placements), requires_grad)
         # torch itself checks the arguments and says shape and dtype; no memory is touched on the meta device.
         checked = {k: v for k, v in kwargs.items() if k != "generator"}
         shaped = make(*args, device="meta", **checked)
         where = where_to(name, shaped.ndim, device, device_mesh, placements)
-        if where is not None and not _from_client(name, kwargs):
+        if where is not None:
             mesh, placed = where
             settled = PlacementList(REPLICATE if is_partial(p) else p for p in placed)
             spec = Spec.of(intern_mesh(mesh), settled, shaped.shape, None, shaped.dtype)

@@ -198,7 +198,8 @@ class Controller:
         while not self.closed and self.lost is None:
             if quiet >= QUIET:
                 self._flusher_sleeps = True
-                self._wake.wait(0.2)
+                if not self.outbox:  # who issued before it was set has woken nobody
+                    self._wake.wait(0.2)
                 self._wake.clear()
                 quiet = 0.0
             sleep(IDLE_FLUSH)
