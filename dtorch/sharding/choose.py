@@ -82,7 +82,7 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     # The indices of a list op are often alike, and specs are interned.
     solved: dict[tuple, list[Strategy] | None] = {}
     for problem in problems:
-        key = (*map(id, problem.specs), *problem.keep)
+        key = (*map(id, problem.specs), *problem.keep, tuple(problem.strategies))
         if key in solved:
             chosen = solved[key]
         else:

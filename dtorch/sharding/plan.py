@@ -1,7 +1,7 @@
 """From one call of an op on placed tensors to the program that runs it.
 
-The whole of planning: infer the outputs, choose placements, write the program. Pure: a plan depends on the op, the specs and the
-constants alone, and the client keeps it under exactly that key.
+The whole of planning: infer the outputs, choose placements, write the program. Pure: a plan depends on the op, the specs, the
+constants and of each number its type and whether it `enlarges`, and the client keeps it under exactly that key.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ _NUMBER_KINDS = ("NumberType", "FloatType", "TensorType")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Argument:
-    """One schema argument. ``is_number``: its value is an operand, only its Python type matters to planning (not so the
-    `STATIC_NUMBERS` of rules, which are constants).
+    """One schema argument. ``is_number``: its value is an operand; only its Python type and whether it `enlarges` matter to
+    planning (not so the `STATIC_NUMBERS` of rules, which are constants).
     ``is_size``: an operand too, but planning depends on it."""
 
     name: str

@@ -140,6 +140,14 @@ def rule(*ops: Any, local_shapes: dict[str, int] | None = None) -> Callable[[Rul
     return register
 
 
+def enlarges(number: bool | complex) -> bool:
+    """Whether multiplying by ``number`` may make finite values larger, or not a number.
+
+    All that a rule may ask of a number that is not among its `STATIC_NUMBERS`: a plan serves every number that answers alike.
+    """
+    return not abs(number) <= 1
+
+
 def everywhere(placement: Placement, call: Call) -> Strategy:
     """``placement`` for every input and output."""
     return Strategy((placement,) * len(call.inputs), tuple(None if o is None else placement for o in call.outputs))

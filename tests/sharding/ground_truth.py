@@ -40,11 +40,12 @@ UNDEFINED = {
 
 @dataclasses.dataclass
 class Sample:
-    """One call with real tensors."""
+    """One call with real tensors. ``special``: infinite and huge values among them, or as a number."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    special: bool = False
 
     def __repr__(self) -> str:
         return f"{self.op}{tuple(map(_short, self.args))}{ {k: _short(v) for k, v in self.kwargs.items()} or '' }"
@@ -169,7 +170,7 @@ def check(
     placed_in = [[s.inputs[i] for s in chosen] for i in range(len(call.inputs))]
     placed_out = [None if o is None else [s.outputs[i] for s in chosen] for i, o in enumerate(call.outputs)]
     coordinates = list(itertools.product(*map(range, mesh_shape)))
-    pieces = [split(t, p, mesh_shape) for t, p in zip(inputs_of(sample), placed_in, strict=True)]
+    pieces = [split(t, p, mesh_shape, sample.special) for t, p in zip(inputs_of(sample), placed_in, strict=True)]
     out_layouts = [(p, o.shape) for p, o in zip(placed_out, call.outputs, strict=True) if o is not None]
     in_layouts = [(p, t.shape) for p, t in zip(placed_in, call.inputs, strict=True)]
     results: dict[tuple[int, ...], list[Any]] = {}
@@ -195,17 +196,17 @@ def check(
             mine = [cut(w, placed_out[i], mesh_shape, at) for i, w in wholes.items()]
             here = Here(mesh, at, torch.device("cpu"), in_layouts, out_layouts)
             results[at] = tensors(DEVICE_FUNCTIONS[finish](here, mine, *plain[0], **plain[1]))
-    dtypes = [t.dtype for t in (*call.inputs, *call.outputs) if t is not None]
+    allowed = _tolerance(sample, call)
     for i, placements in enumerate(placed_out):
         if placements is not None and i not in UNDEFINED.get(sample.op, ()):
             same(
                 merge({at: r[i] for at, r in results.items()}, placements, mesh_shape, expected[i].shape),
                 expected[i],
                 f"output {i}",
-                dtypes,
+                allowed,
             )
     for i, placements in enumerate(placed_in):
-        same(merge(pieces[i], placements, mesh_shape, after[i].shape), after[i], f"input {i} afterwards", dtypes)
+        same(merge(pieces[i], placements, mesh_shape, after[i].shape), after[i], f"input {i} afterwards", allowed)
     return True
 
 
@@ -238,14 +239,15 @@ def localise(
 
 
 def split(
-    t: torch.Tensor, placements: Sequence[Placement], mesh_shape: tuple[int, ...]
+    t: torch.Tensor, placements: Sequence[Placement], mesh_shape: tuple[int, ...], special: bool
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """What each device holds; a Partial becomes random addends."""
+    """What each device holds; a Partial becomes random addends, or where values are ``special`` multiples of them."""
+    add_up = multiples if special else addends
     held: dict[tuple[int, ...], torch.Tensor] = {(): t.detach()}
     for placement, pieces in zip(placements, mesh_shape, strict=True):
         deeper = {}
         for at, value in held.items():
-            parts = addends(value, pieces) if is_partial(placement) else [value] * pieces
+            parts = add_up(value, pieces) if is_partial(placement) else [value] * pieces
             deeper.update({(*at, k): part for k, part in enumerate(parts)})
         held = deeper
     return {at: cut(value, placements, mesh_shape, at) for at, value in held.items()}
@@ -270,6 +272,14 @@ def addends(t: torch.Tensor, count: int) -> list[torch.Tensor]:
     for part in rest:
         last = last - part
     return [last, *rest]
+
+
+def multiples(t: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """2t, -t or the like, which add up exactly. What is not finite is on one device; the others hold something."""
+    factors = [2, -1] if count % 2 == 0 else [2, -2, 1] if count > 1 else [1]
+    factors += [2, -2] * ((count - len(factors)) // 2)
+    whole = t.isfinite()
+    return [torch.where(whole, t * k, t if i == 0 else torch.ones_like(t) * k) for i, k in enumerate(factors)]
 
 
 def merge(
@@ -297,9 +307,28 @@ def merge(
 TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 2e-4, torch.complex64: 2e-4}
 
 
-def same(found: torch.Tensor, expected: torch.Tensor, what: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Equal up to what the least precise of ``dtypes`` allows."""
+def _tolerance(sample: Sample, call: Call) -> tuple[float, float]:
+    """(relative, absolute): what the least precise dtype allows; among huge values, absolutely nothing is known of the rest."""
+    dtypes = [t.dtype for t in (*call.inputs, *call.outputs) if t is not None]
     allowed = max(TOLERANCE.get(d, 3e-2 if d.is_floating_point else 1e-8) for d in dtypes)
+    largest = max([1.0, *(_largest(t) for t in inputs_of(sample))]) if sample.special else 1.0
+    return allowed, allowed * largest
+
+
+def _largest(t: torch.Tensor) -> float:
+    """The largest finite magnitude."""
+    finite = t[t.isfinite()]
+    return float(finite.abs().max()) if finite.numel() and finite.dtype != torch.bool else 0.0
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, what: str, allowed: tuple[float, float]) -> None:
+    """Equal up to ``allowed``; what is infinite or undefined exactly so."""
     torch.testing.assert_close(
-        found, expected, rtol=allowed, atol=allowed, equal_nan=True, check_stride=False, msg=lambda m: f"{what}: {m}"
+        found,
+        expected,
+        rtol=allowed[0],
+        atol=allowed[1],
+        equal_nan=True,
+        check_stride=False,
+        msg=lambda m: f"{what}: {m}",
     )

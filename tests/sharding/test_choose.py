@@ -39,12 +39,26 @@ def decide(op: Any, *args: Any, keep: Any = (), mesh: DeviceMesh = MESH, **kwarg
     return choose(Call(op, passed, kwargs, inputs, outputs), specs, keep)
 
 
-@pytest.mark.parametrize(("a", "b", "out"), [(S0, R, S0), (R, S1, S1), (S1, S0, P), (R, R, R), (P, R, P)])
+@pytest.mark.parametrize(("a", "b", "out"), [(S0, R, S0), (R, S1, S1), (S1, S0, P), (R, R, R)])
 def test_matrix_products_that_move_nothing(a, b, out) -> None:
     found = decide(aten.mm.default, ((512, 512), a), ((512, 512), b))
     assert found.inputs == ([a], [b])
     assert found.outputs == ([out],)
     assert not found.gathered
+
+
+def test_a_pending_factor_is_completed() -> None:
+    """(2 - 1) * inf is not 2 * inf - 1 * inf."""
+    assert decide(aten.mm.default, ((512, 512), P), ((512, 512), R)).inputs != ([P], [R])
+    assert decide(aten.mul.Tensor, ((512, 512), P), ((512, 512), R)).outputs != ([P],)
+
+
+@pytest.mark.parametrize(("op", "number", "passes"), [
+    (aten.mul.Tensor, 0.5, True), (aten.mul.Tensor, 3, False), (aten.mul.Tensor, float("inf"), False),
+    (aten.div.Tensor, 0.5, False), (aten.div.Tensor, 3, True), (aten.div.Tensor, 0, False),
+])  # fmt: skip
+def test_pending_sums_are_only_scaled_down(op, number, passes) -> None:
+    assert (decide(op, ((512, 512), P), number).outputs == ([P],)) == passes
 
 
 def test_a_two_layer_perceptron_needs_one_reduction() -> None:

@@ -34,8 +34,7 @@ def convolution(call: Call) -> list[Strategy]:
     else:
         groups = named(call, (shard(1),), input=shard(1), weight=shard(0), bias=shard(0))
         found.append(dataclasses.replace(groups, even=call.get("groups"), local="dtorch.convolution"))
-    found = [dataclasses.replace(s, nonempty=True) for s in found]
-    return [*found, named(call, (P,), input=P, bias=P), named(call, (P,), weight=P, bias=P)]
+    return [dataclasses.replace(s, nonempty=True) for s in found]
 
 
 @rule(aten.convolution_backward.default, local_shapes={"bias_sizes": 2})
@@ -51,5 +50,4 @@ def convolution_backward(call: Call) -> list[Strategy]:
     else:
         groups = named(call, (c, b, b), grad_output=c, input=c, weight=b)
         found.append(dataclasses.replace(groups, even=call.get("groups"), local="dtorch.convolution_backward"))
-    found = [dataclasses.replace(s, nonempty=True) for s in found]
-    return [*found, named(call, (P, P, P), grad_output=P)]
+    return [dataclasses.replace(s, nonempty=True) for s in found]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ...placement import PARTIAL, REPLICATE, partial, shard
-from ..strategy import Call, Group, Strategy, TensorArg, rule
+from ..strategy import Call, Group, Strategy, TensorArg, enlarges, rule
 from .pointwise import broadcast
 from .reduce import norm_parts
 
@@ -31,8 +32,13 @@ def _lists(call: Call) -> list[list[TensorArg]]:
     return [list(a) for a in call.args if type(a) in (list, tuple) and a and type(a[0]) is TensorArg]
 
 
-def pointwise(*pending: tuple[int, ...]) -> Callable[[Call], list[Group]]:
-    """A pointwise list op; ``pending`` says which of a group's tensors may be pending sums together."""
+def pointwise(
+    *pending: int, scale: str = "", shrinks: Callable[[Any], bool] = lambda number: not enlarges(number)
+) -> Callable[[Call], list[Group]]:
+    """A pointwise list op; ``pending`` says which of a group's tensors may be pending sums together.
+
+    ``scale`` names an argument, a number or one for each group, that the addends are scaled by; they stay pending if it ``shrinks``.
+    """
 
     def of(call: Call) -> list[Group]:
         lists = _lists(call)
@@ -47,18 +53,23 @@ def pointwise(*pending: tuple[int, ...]) -> Callable[[Call], list[Group]]:
             for d in range(len(out.shape)):
                 placed = tuple([broadcast(t, d, out.shape) for t in members])
                 strategies.append(Strategy(placed, (shard(d),) if functional else ()))
-            for which in pending:
-                # Written in place, the first must be pending too: nothing else says that the result is.
-                if not functional and 0 not in which:
-                    continue
-                if max(which) < len(members) and all(_passes(members[k].dtype, out.dtype) for k in which):
-                    placed = tuple([P if k in which else R for k in range(len(members))])
-                    strategies.append(Strategy(placed, (P,) if functional else ()))
+            if (
+                pending
+                and all(_passes(members[k].dtype, out.dtype) for k in pending)
+                and _shrinks(call, scale, i, shrinks)
+            ):
+                placed = tuple([P if k in pending else R for k in range(len(members))])
+                strategies.append(Strategy(placed, (P,) if functional else ()))
             outputs = (i,) if functional else ()
             groups.append(Group(tuple([t.index for t in members]), outputs, tuple(strategies)))
         return groups
 
     return of
+
+
+def _shrinks(call: Call, scale: str, i: int, shrinks: Callable[[Any], bool]) -> bool:
+    number = call.get(scale) if scale else 0
+    return shrinks(number[i] if isinstance(number, (list, tuple)) else number)
 
 
 def _passes(own: torch.dtype, out: torch.dtype) -> bool:
@@ -72,21 +83,25 @@ rule(
         "tan", "tanh", "trunc", "pow", "maximum", "minimum", "clamp_max", "clamp_min",
     )
 )(pointwise())  # fmt: skip
-rule(*_overloads("neg", "zero", "clone"))(pointwise((0,)))
-rule(*_overloads("copy"))(pointwise((0, 1)))
-rule(*_overloads("lerp"))(pointwise((0, 1)))
-rule(*_overloads("addcmul"))(pointwise((0, 1), (0, 2)))
-rule(*_overloads("addcdiv"))(pointwise((0, 1)))
+rule(*_overloads("neg", "zero", "clone"))(pointwise(0))
+rule(*_overloads("copy"))(pointwise(0, 1))
+rule(*_overloads("addcmul", "addcdiv"))(pointwise())
 
 _add, _sub, _mul, _div = aten._foreach_add, aten._foreach_sub, aten._foreach_mul, aten._foreach_div
 _add_, _sub_, _mul_, _div_ = aten._foreach_add_, aten._foreach_sub_, aten._foreach_mul_, aten._foreach_div_
-rule(_add.List, _add_.List, _sub.List, _sub_.List)(pointwise((0, 1)))
-rule(_mul.List, _mul_.List)(pointwise((0,), (1,)))
+_lerp, _lerp_ = aten._foreach_lerp, aten._foreach_lerp_
+rule(_add.List, _add_.List, _sub.List, _sub_.List)(pointwise(0, 1, scale="alpha"))
+rule(_lerp.Scalar, _lerp_.Scalar)(pointwise(0, 1, scale="weight"))
+rule(_lerp.ScalarList, _lerp_.ScalarList)(pointwise(0, 1, scale="weight"))
+rule(_mul.Scalar, _mul_.Scalar)(pointwise(0, scale="scalar"))
+rule(_mul.ScalarList, _mul_.ScalarList)(pointwise(0, scale="scalars"))
+rule(_div.Scalar, _div_.Scalar)(pointwise(0, scale="scalar", shrinks=enlarges))
+rule(_div.ScalarList, _div_.ScalarList)(pointwise(0, scale="scalars", shrinks=enlarges))
 rule(
-    *(getattr(packet, o) for packet in (_mul, _mul_, _div, _div_) for o in ("Scalar", "ScalarList", "Tensor")),
-    _div.List,
-    _div_.List,
-)(pointwise((0,)))
+    *(getattr(packet, o) for packet in (_mul, _mul_, _div, _div_) for o in ("List", "Tensor")),
+    _lerp.List,
+    _lerp_.List,
+)(pointwise())
 # A number is added once, not once a device: sums do not pass.
 rule(
     *(getattr(packet, o) for packet in (_add, _add_, _sub, _sub_) for o in ("Scalar", "ScalarList")),

@@ -14,7 +14,10 @@ R, P = REPLICATE, PARTIAL
 
 
 def leading(spatial: int, linear: bool) -> Rule:
-    """All but the last ``spatial`` dims of every tensor; ``linear`` in the first tensor. These kernels reject empty tensors."""
+    """All but the last ``spatial`` dims of every tensor. These kernels reject empty tensors.
+
+    ``linear``: they add up elements of the first tensor, weighted by numbers that depend on sizes alone, so sums may stay pending.
+    """
 
     def of(call: Call) -> list[Strategy]:
         ndim = call.inputs[0].ndim
@@ -112,7 +115,7 @@ def grid_sampler(call: Call) -> list[Strategy]:
         named(call, (shard(0),), input=shard(0), grid=shard(0)),
         named(call, (shard(1),), input=shard(1)),
     ]
-    return [*[dataclasses.replace(s, nonempty=True) for s in found], named(call, (P,), input=P)]
+    return [dataclasses.replace(s, nonempty=True) for s in found]
 
 
 @rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
@@ -122,7 +125,7 @@ def grid_sampler_backward(call: Call) -> list[Strategy]:
         named(call, (b, b), grad_output=b, input=b, grid=b),
         named(call, (c, P), grad_output=c, input=c),
     ]
-    return [*[dataclasses.replace(s, nonempty=True) for s in found], named(call, (P, P), grad_output=P)]
+    return [dataclasses.replace(s, nonempty=True) for s in found]
 
 
 @rule(aten.im2col.default, aten.col2im.default)
@@ -148,4 +151,4 @@ def glu(call: Call) -> list[Strategy]:
 
 @rule(aten.glu_backward.default)
 def glu_backward(call: Call) -> list[Strategy]:
-    return [*glu(call), Strategy((P, R), (P,))]
+    return glu(call)

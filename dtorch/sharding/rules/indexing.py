@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...placement import PARTIAL, REPLICATE, Placement, shard
-from ..strategy import Call, Strategy, TensorArg, named, rule
+from ..strategy import Call, Strategy, TensorArg, enlarges, named, rule
 from .pointwise import broadcast, keeps_sums
 
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ def index_add(call: Call) -> list[Strategy]:
         return []
     dim = _dim(call)
     found = [Strategy((shard(d), R, shard(d)), (shard(d),)) for d in range(target.ndim) if d != dim]
-    if call.op in (aten.index_add.default, aten.index_add_.default):
+    if call.op in (aten.index_add.default, aten.index_add_.default) and not enlarges(call.get("alpha")):
         found.append(Strategy((P, R, P), (P,)))
         if index.ndim == 1:
             found.append(Strategy((P, shard(0), shard(dim)), (P,)))
@@ -316,13 +316,12 @@ def scatter_slice(call: Call) -> list[Strategy]:
 
 @rule(aten.linalg_cross.default)
 def cross(call: Call) -> list[Strategy]:
-    """Pointwise but for one dim; linear in each."""
+    """Pointwise but for one dim."""
     out = call.outputs[0]
     assert out is not None
     dim = call.get("dim") % out.ndim
-    found = [
+    return [
         Strategy(tuple([broadcast(t, d, out.shape) for t in call.inputs]), (shard(d),))
         for d in range(out.ndim)
         if d != dim
     ]
-    return [*found, Strategy((P, R), (P,)), Strategy((R, P), (P,))]

@@ -24,7 +24,7 @@ POINTWISE_LOSSES = {
     aten.soft_margin_loss.default: "soft_margin_loss",
 }
 
-#: Their backwards, linear in the gradient; the device functions are "dtorch.mean_of.<name>".
+#: Their backwards; the device functions are "dtorch.mean_of.<name>".
 POINTWISE_LOSS_BACKWARDS = {
     aten.mse_loss_backward.default: "mse_loss_backward",
     aten.smooth_l1_loss_backward.default: "smooth_l1_loss_backward",
@@ -52,8 +52,7 @@ def loss(call: Call) -> list[Strategy]:
 def loss_backward(call: Call) -> list[Strategy]:
     """The gradient of a reduced loss is one number."""
     local = f"dtorch.mean_of.{POINTWISE_LOSS_BACKWARDS[call.op]}" if call.get("reduction") == MEAN else None
-    found = [dataclasses.replace(s, local=local) for s in shards(call)]
-    return [*found, Strategy((P, *[R] * (len(call.inputs) - 1)), (P,))]
+    return [dataclasses.replace(s, local=local) for s in shards(call)]
 
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -91,4 +90,4 @@ def nll_loss_backward(call: Call) -> list[Strategy]:
             own = shard(d - (d > 1))
             grad = own if call.get("grad_output").ndim else R
             found.append(named(call, (shard(d),), grad_output=grad, self=shard(d), target=own))
-    return [*found, named(call, (P,), grad_output=P)]
+    return found

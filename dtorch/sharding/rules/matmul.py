@@ -1,4 +1,4 @@
-"""Matrix products: rows, columns, the contracted dim (a pending sum), batches. Linear in each factor."""
+"""Matrix products: rows, columns, the contracted dim (a pending sum), batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from ...placement import PARTIAL, REPLICATE, Placement, shard
-from ..strategy import Call, Strategy, TensorArg, rule
+from ..strategy import Call, Strategy, TensorArg, enlarges, rule
 from .pointwise import broadcast
 
 aten = torch.ops.aten
@@ -17,27 +17,28 @@ R, P = REPLICATE, PARTIAL
 def _product(
     call: Call, bias: TensorArg | None, triples: list[tuple[Placement, Placement, Placement]]
 ) -> list[Strategy]:
-    """Strategies of ``bias + a @ b`` from those of ``a @ b``, given as (a, b, out)."""
+    """Strategies of ``beta * bias + alpha * a @ b`` from those of ``a @ b``, given as (a, b, out)."""
     if bias is None:
         return [Strategy((a, b), (out,)) for a, b, out in triples]
     shape = call.outputs[0].shape  # type: ignore[union-attr]
+    scaled = call.op is not aten.linear.default and (enlarges(call.get("alpha")) or enlarges(call.get("beta")))
     found = []
     for a, b, out in triples:
+        if out is P and scaled:
+            continue
         placed = P if out is P else broadcast(bias, out.dim, shape)  # type: ignore[attr-defined]
         found.append(Strategy((placed, a, b), (out,)))
     return found
 
 
-LINEAR: list[tuple[Placement, Placement, Placement]] = [(P, R, P), (R, P, P)]
-MATRIX = [(shard(0), R, shard(0)), (R, shard(1), shard(1)), (shard(1), shard(0), P), *LINEAR]
+MATRIX = [(shard(0), R, shard(0)), (R, shard(1), shard(1)), (shard(1), shard(0), P)]
 BATCHED = [
     (shard(0), shard(0), shard(0)),
     (shard(1), R, shard(1)),
     (R, shard(2), shard(2)),
     (shard(2), shard(1), P),
-    *LINEAR,
 ]
-MATRIX_VECTOR = [(shard(0), R, shard(0)), (shard(1), shard(0), P), *LINEAR]
+MATRIX_VECTOR = [(shard(0), R, shard(0)), (shard(1), shard(0), P)]
 
 
 @rule(aten.mm.default)
@@ -73,17 +74,15 @@ def addmv(call: Call) -> list[Strategy]:
 
 @rule(aten.dot.default, aten.vdot.default)
 def dot(call: Call) -> list[Strategy]:
-    if (
-        call.inputs[0].dtype.itemsize < 4
-    ):  # torch rounds the sum once; pending addends would each be rounded, for one number
-        return []
-    return _product(call, None, [(shard(0), shard(0), P), *LINEAR])
+    if call.inputs[0].dtype.itemsize < 4:
+        return []  # torch rounds the sum once; pending addends would each be rounded, for one number
+    return _product(call, None, [(shard(0), shard(0), P)])
 
 
 @rule(aten.addr.default, aten.addr_.default)
 def addr(call: Call) -> list[Strategy]:
     """``bias + outer(a, b)``."""
-    return _product(call, call.inputs[0], [(shard(0), R, shard(0)), (R, shard(0), shard(1)), *LINEAR])
+    return _product(call, call.inputs[0], [(shard(0), R, shard(0)), (R, shard(0), shard(1))])
 
 
 @rule(aten.addbmm.default, aten.addbmm_.default)
@@ -94,7 +93,6 @@ def addbmm(call: Call) -> list[Strategy]:
         (shard(1), R, shard(0)),
         (R, shard(2), shard(1)),
         (shard(2), shard(1), P),
-        *LINEAR,
     ]
     return _product(call, call.inputs[0], triples)
 
@@ -107,7 +105,7 @@ def linear(call: Call) -> list[Strategy]:
         return []
     last = x.ndim - 1
     triples = [(shard(d), R, shard(d)) for d in range(last)]
-    triples += [(R, shard(0), shard(last)), (shard(last), shard(1), P), *LINEAR]
+    triples += [(R, shard(0), shard(last)), (shard(last), shard(1), P)]
     if len(call.inputs) == 2:
         return _product(call, None, triples)
     bias = call.inputs[2]

@@ -21,11 +21,7 @@ def softmax(call: Call) -> list[Strategy]:
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(call: Call) -> list[Strategy]:
-    """Linear in the gradient."""
-    found = softmax(call)
-    if call.inputs[0].dtype == call.outputs[0].dtype:  # type: ignore[union-attr]
-        found.append(Strategy((P, R), (P,)))
-    return found
+    return softmax(call)
 
 
 def _batch_dims(call: Call) -> range:
@@ -40,8 +36,7 @@ def layer_norm(call: Call) -> list[Strategy]:
 
 @rule(aten.native_layer_norm_backward.default)
 def layer_norm_backward(call: Call) -> list[Strategy]:
-    found = [named(call, (s, P, P), grad_out=s, input=s, mean=s, rstd=s) for s in map(shard, _batch_dims(call))]
-    return [*found, named(call, (P, P, P), grad_out=P)]
+    return [named(call, (s, P, P), grad_out=s, input=s, mean=s, rstd=s) for s in map(shard, _batch_dims(call))]
 
 
 @rule(aten.native_group_norm.default)

@@ -1,11 +1,16 @@
-"""Pointwise ops: any dim may be sharded; pending sums pass through linear ones."""
+"""Pointwise ops: any dim may be sharded; pending sums pass through additive ones.
+
+They do not pass through a product or quotient with another tensor: the sum 2 - 1 times inf is inf, but addend by addend it is
+inf - inf. Nor through a number that enlarges the addends, which might overflow where the sum does not (`enlarges`). Nothing is
+lost: a pending sum must be completed sooner or later, and once it is it stays so.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from ...placement import PARTIAL, REPLICATE, Placement, shard
-from ..strategy import Call, Rule, RuleEntry, Strategy, TensorArg, rule
+from ..strategy import Call, Rule, RuleEntry, Strategy, TensorArg, enlarges, rule
 
 aten = torch.ops.aten
 
@@ -58,50 +63,53 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
     return (source.is_floating_point or source.is_complex) and torch.promote_types(source, target) == target
 
 
-def linear(*pending: tuple[int, ...]) -> Rule:
-    """Pointwise, and for each of ``pending``: sums pending in those inputs at once, the others replicated, give pending sums."""
+def additive(*pending: int, scale: str = "") -> Rule:
+    """Pointwise; and sums pending in all of the inputs ``pending``, the others replicated, give pending sums.
+
+    ``scale`` names an argument that, if it is a number, the addends are multiplied by.
+    """
 
     def of(call: Call) -> list[Strategy]:
         found = shards(call)
-        outputs = tuple([None if o is None else PARTIAL for o in call.outputs])
-        for which in pending:
-            if max(which) < len(call.inputs) and keeps_sums(call, which):
-                inputs = tuple([PARTIAL if i in which else REPLICATE for i in range(len(call.inputs))])
-                found.append(Strategy(inputs, outputs))
+        if max(pending) < len(call.inputs) and keeps_sums(call, pending) and not (scale and enlarges(call.get(scale))):
+            inputs = tuple([PARTIAL if i in pending else REPLICATE for i in range(len(call.inputs))])
+            found.append(Strategy(inputs, tuple([None if o is None else PARTIAL for o in call.outputs])))
         return found
 
     return of
 
 
-#: Linear in the one tensor, or (of two, the second a replicated factor) in either.
 rule(
     aten.neg.default,
     aten.neg_.default,
     aten.clone.default,
     aten.positive.default,
     aten._to_copy.default,
-    aten.mul.Scalar,
-    aten.mul_.Scalar,
-    aten.div.Scalar,
-    aten.div_.Scalar,
     aten.deg2rad.default,
-    aten.rad2deg.default,
     aten.zero_.default,
-)(linear((0,)))
-rule(aten.mul.Tensor, aten.mul_.Tensor)(linear((0,), (1,)))
-rule(aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tensor)(linear((0,)))
-rule(aten.addcmul.default, aten.addcmul_.default)(linear((0, 1), (0, 2)))
-rule(aten.addcdiv.default, aten.addcdiv_.default)(linear((0, 1)))
-rule(aten.lerp.Scalar, aten.lerp_.Scalar, aten.lerp.Tensor, aten.lerp_.Tensor)(linear((0, 1)))
-rule(aten.where.self)(linear((1, 2)))
+)(additive(0))
+rule(aten.where.self)(additive(1, 2))
+rule(aten.lerp.Scalar, aten.lerp_.Scalar)(additive(0, 1, scale="weight"))
+#: A number as the second argument is added once, not once a device: only two tensors keep sums pending.
+rule(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)(additive(0, 1, scale="alpha"))
 
 
-@rule(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
-def add(call: Call) -> list[Strategy]:
-    """A number as the second argument is added once, not once a device: only two tensors keep sums pending."""
+@rule(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar)
+def mul(call: Call) -> list[Strategy]:
+    """By a number no larger than 1, sums stay pending."""
+    return _scaled(call, len(call.inputs) == 1 and not enlarges(call.get("other")))
+
+
+@rule(aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tensor, aten.div.Scalar, aten.div_.Scalar)
+def div(call: Call) -> list[Strategy]:
+    """By a number larger than 1, sums stay pending."""
+    return _scaled(call, len(call.inputs) == 1 and enlarges(call.get("other")))
+
+
+def _scaled(call: Call, passes: bool) -> list[Strategy]:
     found = shards(call)
-    if len(call.inputs) == 2 and keeps_sums(call, (0, 1)):
-        found.append(Strategy((PARTIAL, PARTIAL), (PARTIAL,)))
+    if passes and keeps_sums(call, (0,)):
+        found.append(Strategy((PARTIAL,), (PARTIAL,)))
     return found
 
 
@@ -114,29 +122,23 @@ def copy(call: Call) -> list[Strategy]:
     return found
 
 
-#: Backward ops: linear in the gradient, their first argument.
+#: Backward ops that select where the gradient, their first argument, passes.
 rule(
     aten.threshold_backward.default,
-    aten.gelu_backward.default,
-    aten.silu_backward.default,
-    aten.sigmoid_backward.default,
-    aten.tanh_backward.default,
-    aten.elu_backward.default,
-    aten.leaky_relu_backward.default,
     aten.hardtanh_backward.default,
     aten.hardsigmoid_backward.default,
-    aten.hardswish_backward.default,
     aten.hardshrink_backward.default,
     aten.softshrink_backward.default,
-    aten.softplus_backward.default,
-    aten.mish_backward.default,
-    aten.logit_backward.default,
-    aten.native_dropout_backward.default,
-    aten._prelu_kernel_backward.default,
-)(linear((0,)))
+)(additive(0))
+rule(aten.leaky_relu_backward.default)(additive(0, scale="negative_slope"))
 
 #: Pointwise ops that torch does not tag.
 rule(
+    aten.elu_backward.default,
+    aten.hardswish_backward.default,
+    aten.softplus_backward.default,
+    aten.mish_backward.default,
+    aten._prelu_kernel_backward.default,
     aten.fill.Scalar,
     aten.fill.Tensor,
     aten.fill_.Scalar,
