@@ -209,7 +209,7 @@ def _bring(adapter: Adapter, result: Any) -> Any:
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
+        torch.default_generator.manual_seed(11)
         yield
 
 

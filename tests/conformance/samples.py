@@ -39,17 +39,18 @@ class Sample:
 
 
 def seed(name: str) -> None:
-    """Seed every generator that the databases draw from."""
+    """Seed every generator that the databases draw from (torch.manual_seed itself formats the whole stack, three times)."""
     number = zlib.crc32(name.encode())
     random.seed(number)
     numpy.random.seed(number)
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)
 
 
 def of_op(op: Any, dtype: torch.dtype, requires_grad: bool, limit: int) -> list[Sample]:
     """Up to ``limit`` samples of an OpInfo."""
     seed(op.formatted_name)
-    drawn = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), LOOK_AT)
+    # Not sample_inputs, which walks the whole stack for every sample.
+    drawn = itertools.islice(op.sample_inputs_func(op, "cpu", dtype, requires_grad), LOOK_AT)
     samples = (Sample((s.input, *s.args), dict(s.kwargs), s.broadcasts_input, s.output_process_fn_grad) for s in drawn)
     return choose(samples, limit)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,9 +74,12 @@ def from_opinfo(
 
 
 def _some(info: Any, dtype: torch.dtype, count: int) -> Iterator[Any]:
-    torch.manual_seed(0)
+    requires_grad = dtype.is_floating_point and info.supports_autograd
+    for seed in (random.seed, numpy.random.seed, torch.default_generator.manual_seed):
+        seed(0)
     try:
-        samples = info.sample_inputs("cpu", dtype, requires_grad=dtype.is_floating_point and info.supports_autograd)
+        # Not sample_inputs, which walks the whole stack for every sample.
+        samples = info.sample_inputs_func(info, "cpu", dtype, requires_grad)
         for _, sample in zip(range(count), samples, strict=False):
             yield sample
     except Exception:

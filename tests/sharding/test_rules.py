@@ -68,6 +68,7 @@ def takes(sample: Sample) -> bool:
     return True
 
 
+@pytest.mark.filterwarnings("ignore:TF32")
 def test_infinite_and_huge_values() -> None:
     """A convolution of oneDNN may take differences of elements first, so an infinite one spreads as its algorithm has it."""
     samples = [*numbered(), *(one for sample in (*written(), *captured()) for one in salted(sample))]
