@@ -374,6 +374,12 @@ class Controller:
             future._set()
         return future
 
+    def mark(self) -> TensorFuture:
+        """A future that is done when everything issued so far has run, well or not."""
+        future = TensorFuture()
+        self._ask(Collect(future, len({i for _, i in self.devices})), lambda token: [protocol.SYNC, token])
+        return future
+
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_event(self, event: list) -> None:

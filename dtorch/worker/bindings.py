@@ -15,7 +15,7 @@ from ..program.ir import Const, Local, LocalShape, Program, Reshard
 from ..raw import dtype_called
 from ..sharding.layout import local_shape
 from ..sharding.transfer import Transfer, steps
-from . import functions, functions_sharded, random  # noqa: F401  these register the device functions
+from . import functions, functions_files, functions_sharded, random  # noqa: F401  these register the device functions
 from .assemble import assemble
 from .poison import Poison
 from .registry import DEVICE_FUNCTIONS, Here

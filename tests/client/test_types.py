@@ -208,6 +208,10 @@ def bit_casts(x: Any) -> Any:
     return x.view(torch.int32), x.view(torch.int16), x.double().view(torch.float32), x.long().view(torch.uint8)
 
 
+def float8(x: Any) -> Any:
+    return x.to(torch.float8_e4m3fn).float(), x.bfloat16().to(torch.float8_e5m2).to(torch.float64)
+
+
 def infos(x: Any) -> Any:
     return (
         torch.finfo(x.dtype).max,

@@ -60,6 +60,8 @@ def keeps_sums(call: Call, pending: tuple[int, ...]) -> bool:
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
+    if min(source.itemsize, target.itemsize) == 1:  # float8: torch promotes it to nothing, not even to itself
+        return False
     return (source.is_floating_point or source.is_complex) and torch.promote_types(source, target) == target
 
 
