@@ -252,12 +252,14 @@ class _Problem:
             if source is REPLICATE:
                 continue
             size = _held(spec, axis) * share
+            cost += LATENCY
             if target is REPLICATE:
                 cost += 2 * size if is_partial(source) else size
             elif is_shard(target):
                 # An uneven split sends padding and gives some devices more than their part of the work.
                 dim = spec.shape[target.dim]  # type: ignore[attr-defined]
                 waste = -(-dim // pieces) * pieces / dim if dim else 1.0
+                # A reduce-scatter now means an all-gather later, where one all-reduce would do.
                 cost += size * waste + LATENCY if is_partial(source) else size * waste / pieces
             else:
                 # Making a pending sum out of a shard only to add zeros elsewhere.
@@ -268,9 +270,9 @@ class _Problem:
                 out = self.call.outputs[o]
                 size = math.prod(out.shape) * out.dtype.itemsize * share  # type: ignore[union-attr]
                 if strategy.finish is not None or placement.reduce_op != "sum":  # type: ignore[attr-defined]
-                    cost += 2 * size
+                    cost += 2 * size + LATENCY
                 elif pending:
-                    cost += size
+                    cost += size + LATENCY
         return cost, moves
 
 
