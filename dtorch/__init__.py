@@ -58,6 +58,8 @@ from .future import TensorFuture, as_completed  # noqa: E402
 from .graph import Graph, default_graph  # noqa: E402
 from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from .nn import distribute_module, summary  # noqa: E402
+from .observe.implicit import set_implicit_communication  # noqa: E402
+from .observe.recording import Recording, record  # noqa: E402
 from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
 from .placing import as_tensor, distribute_tensor, from_numpy, from_torch, tensor  # noqa: E402
 from .stages import assign_layers_to_stages  # noqa: E402
@@ -70,6 +72,7 @@ __all__ = [
     "Graph",
     "Partial",
     "Placement",
+    "Recording",
     "Replicate",
     "Shard",
     "Tensor",
@@ -117,8 +120,10 @@ __all__ = [
     "randn",
     "randn_like",
     "randperm",
+    "record",
     "redistribute",
     "scalar_tensor",
+    "set_implicit_communication",
     "shutdown",
     "summary",
     "synchronize",

@@ -58,6 +58,9 @@ IDLE_FLUSH = 0.001
 QUIET = 0.05
 
 
+#: Called with (controller, command, name, sequence) for each command of an op, while somebody looks.
+observers: list[Any] = []
+
 #: This process. `os.getpid` is a system call, and every command checks that it is not issued by a forked child.
 _pid = os.getpid()
 
@@ -126,6 +129,9 @@ class Controller:
             self.drain()
         if name is not None:
             self.history.note(self.sequence, name, depth)
+            if observers:
+                for observe in observers:
+                    observe(self, command, name, self.sequence)
         self.sequence += 1
         outbox.append(command)
         if len(outbox) >= BATCH:

@@ -47,6 +47,9 @@ class CallInfo(OpInfo):
 _INFOS: dict[int, CallInfo] = {}
 _PLANS: OrderedDict[tuple, Plan] = OrderedDict()
 
+#: Called with (op, plan, specs) before an op runs by a plan that moves its inputs.
+before_moves: list[Any] = []
+
 #: Follows the type of a number in a key if the number `enlarges`: then pending sums may not be scaled by it.
 ENLARGES = object()
 
@@ -205,6 +208,8 @@ def execute(
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
+    if plan.moves:
+        _tell(info, plan, tensors)
     results = _queue(info, plan, args, kwargs, tensors, numbers, controller)
     controller.bytes_ahead += plan.nbytes
     controller.pressure()
@@ -300,6 +305,11 @@ def execute_simple(
     return result
 
 
+def _tell(info: CallInfo, plan: Plan, tensors: list[Tensor]) -> None:
+    for look in before_moves:
+        look(info.name, plan, [t._spec for t in tensors])
+
+
 def call_gathered(
     info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[Any], controller: Controller
 ) -> Any:
@@ -311,6 +321,8 @@ def call_gathered(
     plan = plan_gathered(info, metas, named, [t._spec for t in tensors], count)
     mesh = plan.mesh
     controller.mesh(mesh)
+    if plan.moves:
+        _tell(info, plan, tensors)
     with controller.lock:
         program = controller.define(plan.program)
         inputs = []

@@ -27,7 +27,7 @@ class Leaf:
             return None
         if getattr(_state, "keep", False) or spec.has_partial:
             return None
-        return grad.redistribute(spec.mesh, spec.placements)
+        return _brought(grad, spec)
 
 
 def watch(tensor: Any) -> None:
@@ -50,7 +50,19 @@ def settle(tensor: Any) -> None:
         or getattr(_state, "keep", False)
     ):
         return
-    tensor.grad = grad.redistribute(spec.mesh, spec.placements)
+    tensor.grad = _brought(grad, spec)
+
+
+def _brought(grad: Any, spec: Any) -> Any:
+    """``grad`` at the mesh and placements of its leaf."""
+    from . import redistribute
+
+    if grad.requires_grad:  # create_graph
+        return grad.redistribute(spec.mesh, spec.placements)
+    own = grad._spec
+    return redistribute.move(
+        grad, type(own).of(spec.mesh, spec.placements, own.shape, own.stride, own.dtype), "gradient"
+    )
 
 
 @contextmanager

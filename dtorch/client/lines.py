@@ -48,12 +48,29 @@ class History:
         entry = self.entries[sequence % REMEMBERED]
         if entry is None or entry[0] != sequence:
             return "  (issued too long ago to know the line)"
-        _, name, code, instruction = entry
-        if code is None:
-            return f"  in {name}"
-        number = line_number(code, instruction)
-        text = linecache.getline(code.co_filename, number).strip()
-        return f"  in {name}, issued at {code.co_filename}:{number}" + (f": {text}" if text else "")
+        line = self.line(sequence)
+        return f"  in {entry[1]}" + (f", issued at {line}" if line else "")
+
+    def line(self, sequence: int) -> str:
+        """``file:line: text`` of who issued a command lately; empty if no user's code did."""
+        _, _, code, instruction = self.entries[sequence % REMEMBERED]
+        return "" if code is None else _text(code, instruction)
+
+
+def here() -> str:
+    """``file:line: text`` of the innermost frame outside torch and dtorch that is running; empty if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_INTERNAL):
+            return _text(frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return ""
+
+
+def _text(code: CodeType, instruction: int) -> str:
+    number = line_number(code, instruction)
+    text = linecache.getline(code.co_filename, number).strip()
+    return f"{code.co_filename}:{number}" + (f": {text}" if text else "")
 
 
 def shortened(message: Any) -> str:

@@ -95,8 +95,12 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return move(x, Spec.of(mesh, placements, x._spec.shape, x._spec.stride, x._spec.dtype))
 
 
-def move(x: Any, goal: Spec) -> Any:
-    """A new tensor with the values of a placed one, at ``goal``; without autograd, and without torch's dispatcher."""
+def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
+    """A new tensor with the values of a placed one, at ``goal``; without autograd, and without torch's dispatcher.
+
+    Args:
+        why: what a record or an error says it was for.
+    """
     from . import aliasing, dispatch, runtime
 
     spec = x._spec
@@ -107,13 +111,13 @@ def move(x: Any, goal: Spec) -> Any:
     controller.mesh(goal.mesh)
     builder = Builder(spec.mesh, 1, 0)
     out = builder.reshard(0, spec, goal)
-    program = builder.program("redistribute", [out])
+    program = builder.program(why, [out])
     with controller.lock:
         if x._value.copy is not None:
             aliasing.refresh(controller, x._value)
         value = Value(next_value_id())
         number = controller.define(program)
-        controller.issue([number, x._value.id, value.id, *builder.operands], "redistribute")
+        controller.issue([number, x._value.id, value.id, *builder.operands], why)
     controller.bytes_ahead += goal.nbytes // len(goal.mesh.device_ids)
     controller.pressure()
     return dispatch.wrap(goal, value)

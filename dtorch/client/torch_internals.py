@@ -214,6 +214,17 @@ def _autocast_as_cpu() -> None:
         setattr(torch, name, translated(getattr(torch, name)))
 
 
+def last_autograd_node() -> int:
+    """The number that autograd gave to the node it made last in this thread: that of the op being dispatched, if it records one."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def forward_of_backward() -> int | None:
+    """The number of the forward op whose backward is running in this thread; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 #: A context in which autograd's own kernels are passed over: torch's kernel of an op that we override.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

@@ -25,7 +25,7 @@ def fetch(tensor: Tensor) -> TensorFuture:
     # Past torch's dispatcher: the first op of a subclass that it sees makes it import torch.distributed.tensor (2.13), half a second.
     spec = tensor._spec
     if spec.has_partial:
-        tensor = redistribute.move(tensor, spec.with_placements(settled(spec)))
+        tensor = redistribute.move(tensor, spec.with_placements(settled(spec)), "read")
     controller = runtime.controller()
     with controller.lock:
         aliasing.refresh(controller, tensor._value)

@@ -47,12 +47,12 @@ class Plan:
     call: Call | None = None
     program_id: int = 0
     nbytes: int = 0
-    #: One fresh result, nothing written.
+    #: One fresh result, nothing written, nothing moved.
     is_simple: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         fresh = self.aliases == (None,) and self.outputs not in ((), (None,))
-        self.is_simple = fresh and self.structure == "tensor" and not self.writes
+        self.is_simple = fresh and self.structure == "tensor" and not self.writes and not self.moves
 
 
 class Builder:

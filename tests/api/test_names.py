@@ -62,6 +62,8 @@ NAMES = [
     "devices",
     "memory_stats",
     "no_sync",
+    "record",
+    "set_implicit_communication",
     "Graph",
     "default_graph",
     "errors",
@@ -107,6 +109,8 @@ MODULES = [
     "client.defaults",
     "client.memory",
     "client.entry",
+    "observe.recording",
+    "observe.implicit",
 ]
 
 

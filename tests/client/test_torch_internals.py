@@ -196,6 +196,26 @@ def test_the_dispatcher_hands_ops_over_whole_under_a_mode() -> None:
     assert names == [torch.ops.aten.add.Tensor]
 
 
+def test_a_backward_op_knows_the_number_of_its_forward_op() -> None:
+    numbers = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            backward = torch_internals.forward_of_backward()
+            numbers.append((func, torch_internals.last_autograd_node() if backward is None else backward))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Log():
+        y = x.exp()
+        z = y.sin()
+        torch.autograd.grad(z, x, torch.ones(2))
+    exp, sin = (node._sequence_nr() for node in (y.grad_fn, z.grad_fn))
+    aten = torch.ops.aten
+    assert {(aten.exp.default, exp), (aten.sin.default, sin), (aten.cos.default, sin)} <= set(numbers)
+    assert [number for func, number in numbers if func is aten.mul.Tensor] == [sin, exp]
+
+
 def test_placements_of_torch_are_those_of_its_core() -> None:
     from torch._C import _distributed
 

@@ -1,0 +1,105 @@
+"""`set_implicit_communication`: whether dtorch may move tensors that nobody asked it to move."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ..client import dispatch, lines
+from ..errors import ImplicitCommunication
+from ..sharding import transfer
+from ..sharding.plan import Plan
+from ..sharding.rules import rule_for
+from ..sharding.strategy import Group
+from . import recording
+
+MODES = ("allow", "warn", "error")
+#: Strategies that a message lists at most.
+LISTED = 6
+
+_mode = "allow"
+
+
+class set_implicit_communication:  # noqa: N801 - as torch.set_grad_enabled, a function and a context manager
+    """Say what happens when an op needs a tensor elsewhere than it is, and moving it communicates.
+
+    Args:
+        mode: ``"allow"`` (the default), ``"warn"``, or ``"error"``: then the call raises `errors.ImplicitCommunication`, which names the
+            op, the placements met, the placements it accepts, and the user's line; nothing has run. What the program asks for by
+            ``redistribute``, reads of values, and gradients on their way to their leaf's placements are not implicit.
+
+    Raises:
+        ValueError: another mode.
+
+    Example::
+
+        >>> x = dtorch.ones(4, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+        >>> with set_implicit_communication("error"):
+        ...     try:
+        ...         y = x.cumsum(0)
+        ...     except dtorch.errors.ImplicitCommunication as error:
+        ...         print(str(error).splitlines()[1])
+          input 0: shape (4,), [Shard(dim=0)]
+    """
+
+    def __init__(self, mode: str) -> None:
+        global _mode
+        if mode not in MODES:
+            raise ValueError(
+                f"set_implicit_communication(): mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}"
+            )
+        self._before = _mode
+        _mode = mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        global _mode
+        _mode = self._before
+
+
+def inserted(name: str, plan: Plan, specs: list[Any]) -> None:
+    """An op is about to run by a plan that moves its inputs."""
+    if plan.decision.gathered:
+        for one in recording.ACTIVE:
+            one._gathered(name, specs)
+    if _mode == "allow":
+        return
+    moved = [
+        (source, target)
+        for source, target in plan.moves
+        if transfer.kind(source.mesh, source.placements, target.mesh, target.placements, tuple(source.shape)) != "local"
+    ]
+    if not moved:
+        return
+    message = _message(name, plan, specs, moved)
+    if _mode == "error":
+        raise ImplicitCommunication(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def _message(name: str, plan: Plan, specs: list[Any], moved: list[tuple[Any, Any]]) -> str:
+    told = [f"{name} needs communication that the program does not ask for, at {lines.here()}"]
+    told += [f"  input {i}: shape {tuple(spec.shape)}, {spec.placements}" for i, spec in enumerate(specs)]
+    told += [f"  would move {tuple(s.shape)} from {s.placements} to {t.placements}" for s, t in moved]
+    accepted = [] if plan.call is None else _accepted(plan.call)
+    if accepted:
+        told.append("  accepted on each mesh axis: " + "; or ".join(accepted))
+    told.append(
+        "  bring it there by x.redistribute(placements=[...]), or allow it: set_implicit_communication('allow')"
+    )
+    return "\n".join(told)
+
+
+def _accepted(call: Any) -> list[str]:
+    """The placements of the inputs that the op's rule accepts along one axis, the first few."""
+    entry = rule_for(call.op)
+    found = [] if entry is None else list(entry.rule(call))
+    each = [s for one in found for s in (one.strategies if isinstance(one, Group) else [one])]
+    texts = list(dict.fromkeys(", ".join(map(str, strategy.inputs)) for strategy in each))
+    texts.append("all Replicate()")
+    return texts if len(texts) <= LISTED else [*texts[:LISTED], "…"]
+
+
+dispatch.before_moves.append(inserted)

@@ -1,0 +1,76 @@
+"""`set_implicit_communication`: what nobody asked for can be warned of, or refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import DeviceMesh, Partial, Replicate, Shard
+from dtorch.errors import ImplicitCommunication
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+MESH = DeviceMesh("cpu", [0, 1])
+
+
+def placed(placement: dtorch.Placement) -> dtorch.Tensor:
+    return dtorch.ones(4, 6, device_mesh=MESH, placements=[placement])
+
+
+def test_error_names_op_placements_and_line() -> None:
+    x = placed(Shard(1))
+    with (
+        dtorch.set_implicit_communication("error"),
+        pytest.raises(ImplicitCommunication) as caught,
+    ):
+        x.softmax(1)
+    text = str(caught.value)
+    assert "aten._softmax.default" in text
+    assert f"{__file__}:" in text
+    assert "x.softmax(1)" in text
+    assert "input 0: shape (4, 6), [Shard(dim=1)]" in text
+    assert "would move (4, 6) from [Shard(dim=1)] to [Shard(dim=0)]" in text
+    assert "accepted on each mesh axis: Shard(dim=0); or all Replicate()" in text
+    assert torch.equal(x.softmax(1).to_torch(), torch.ones(4, 6).softmax(1))
+
+
+def test_warn() -> None:
+    x = placed(Shard(1))
+    with dtorch.set_implicit_communication("warn"), pytest.warns(UserWarning, match="does not ask for"):
+        x.softmax(1)
+
+
+def test_what_is_not_implicit() -> None:
+    x, whole = placed(Shard(0)).requires_grad_(), placed(Replicate())
+    with dtorch.set_implicit_communication("error"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (x + 1).sum().backward()
+        (x + whole).redistribute(placements=[Replicate()])
+        assert placed(Partial()).to_torch().shape == (4, 6)
+        print(x)
+
+
+def test_data_dependent_ops_are_refused_too() -> None:
+    with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication, match="nonzero"):
+        placed(Shard(0)).nonzero()
+
+
+def test_it_stays_set_and_is_restored() -> None:
+    x = placed(Shard(1))
+    dtorch.set_implicit_communication("error")
+    try:
+        with dtorch.set_implicit_communication("allow"):
+            x.softmax(1)
+        with pytest.raises(ImplicitCommunication):
+            x.softmax(1)
+    finally:
+        dtorch.set_implicit_communication("allow")
+
+
+@pytest.mark.parametrize("mode", ["never", None, True])
+def test_other_modes(mode: object) -> None:
+    with pytest.raises(ValueError, match="mode must be one of 'allow', 'warn', 'error'"):
+        dtorch.set_implicit_communication(mode)  # type: ignore[arg-type]
