@@ -20,7 +20,7 @@ LISTED = 6
 _mode = "allow"
 
 
-class set_implicit_communication:  # noqa: N801 - as torch.set_grad_enabled, a function and a context manager
+class set_implicit_communication:
     """Say what happens when an op needs a tensor elsewhere than it is, and moving it communicates.
 
     Args:
@@ -54,7 +54,7 @@ class set_implicit_communication:  # noqa: N801 - as torch.set_grad_enabled, a f
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         global _mode
         _mode = self._before
 

@@ -102,8 +102,8 @@ class Recording:
         total = sum(one.nbytes for one in self.communication)
         inserted = sum(not one.asked_for for one in self.communication)
         table.append(
-            f"{len(self.ops)} ops, {len(self.communication)} with communication ({inserted} inserted), {total:,} bytes to the busiest device; "
-            f"{len(self.fallbacks)} gathered for lack of a rule"
+            f"{len(self.ops)} ops; {len(self.communication)} redistributions ({inserted} inserted), {total:,} bytes to the busiest "
+            f"device; {len(self.fallbacks)} ops gathered for lack of a rule"
         )
         table += [
             f"  {name}: {count} times" for name, count in Counter(one.name for one in self.fallbacks).most_common()

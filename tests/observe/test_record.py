@@ -116,7 +116,7 @@ def test_summary_groups_by_line() -> None:
     lines = r.summary().splitlines()
     assert lines[0].split() == ["count", "kind", "axes", "bytes", "op", "line"]
     assert lines[2].split()[:5] == ["3", "all_to_all", "tp", "72", "inserted"]
-    assert lines[-1].startswith("3 ops, 3 with communication (3 inserted), 72 bytes")
+    assert lines[-1].startswith("3 ops; 3 redistributions (3 inserted), 72 bytes")
 
 
 def test_recordings_nest() -> None:
