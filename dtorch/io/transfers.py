@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
@@ -102,7 +103,7 @@ class Tally:
         self._bar.update(nbytes)
 
 
-def is_placed(tensor: torch.Tensor) -> bool:
+def is_placed(tensor: torch.Tensor) -> TypeGuard[Tensor]:
     """Whether a tensor's values are on workers."""
     return isinstance(tensor, Tensor) and tensor._spec is not None
 

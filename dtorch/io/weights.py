@@ -69,7 +69,8 @@ def load(
         {device(type='cpu', index=0): 20, device(type='cpu', index=1): 20}
     """
     _check_module("load", module)
-    return fill("load", targets_of(module), entries_of(path), path, strict, progress)
+    pairs, missing, unexpected = match("load", targets_of(module), entries_of(path), path, strict)
+    return Loaded(missing, unexpected, transfers.read(pairs, progress))
 
 
 @dataclass(slots=True)
@@ -95,16 +96,14 @@ def targets_of(module: torch.nn.Module) -> list[Target]:
     return list(found.values())
 
 
-def fill(
-    caller: str,
-    targets: Sequence[Target],
-    entries: Mapping[str, Entry],
-    path: Any,
-    strict: bool,
-    progress: bool,
-) -> Loaded:
-    """Fill tensors from the entries of their names; see `load`."""
-    pairs: list[tuple[torch.Tensor, Entry]] = []
+Pairs = list[tuple[torch.Tensor, Entry]]
+
+
+def match(
+    caller: str, targets: Sequence[Target], entries: Mapping[str, Entry], path: Any, strict: bool
+) -> tuple[Pairs, list[str], list[str]]:
+    """Which entry each tensor is to be filled from, and which names either side lacks; ValueError for what does not fit."""
+    pairs: Pairs = []
     missing: list[str] = []
     known: set[str] = set()
     wrong: list[str] = []
@@ -123,8 +122,8 @@ def fill(
         wrong += _missing(missing, unexpected, files) + _unexpected(unexpected, missing, entries)
     if wrong:
         more = f"\n  and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise ValueError(f"{caller}(): {path} does not fit the module:\n  " + "\n  ".join(wrong[:LISTED]) + more)
-    return Loaded(missing, unexpected, transfers.read(pairs, progress))
+        raise ValueError(f"{caller}(): {path} does not fit:\n  " + "\n  ".join(wrong[:LISTED]) + more)
+    return pairs, missing, unexpected
 
 
 def _misfits(name: str, tensor: torch.Tensor, entry: Entry) -> Iterator[str]:
@@ -133,7 +132,7 @@ def _misfits(name: str, tensor: torch.Tensor, entry: Entry) -> Iterator[str]:
     if entry.shape != tensor.shape:
         yield f"{entry.name!r} has shape {tuple(entry.shape)} in {entry.path} and {tuple(tensor.shape)} in the module"
     if not torch.can_cast(entry.dtype, tensor.dtype):
-        yield f"{entry.name!r} is {entry.dtype} in {entry.path}, which does not convert to {tensor.dtype} of the module"
+        yield f"{entry.name!r} is {entry.dtype} in {entry.path}, which does not convert to {tensor.dtype}"
 
 
 def _missing(missing: Sequence[str], unexpected: Sequence[str], files: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 import dtorch
 
 
-@pytest.mark.parametrize("module", ["weights"])
+@pytest.mark.parametrize("module", ["weights", "state"])
 def test_the_examples_in_docstrings(module: str, simulated: None) -> None:
     found = importlib.import_module(f"dtorch.io.{module}")
     names = {name: getattr(dtorch, name) for name in dtorch.__all__} | {
