@@ -10,7 +10,7 @@ import torch
 from ..errors import DeviceUnavailable
 from ..sharding.plan import stride_order
 from ..tensor import Tensor
-from . import host, packed, random_ops, redistribute, torch_internals
+from . import attention, host, packed, random_ops, redistribute, torch_internals
 
 aten = torch.ops.aten
 
@@ -333,6 +333,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.equal.default: equal,
     aten.allclose.default: allclose,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
+    aten.scaled_dot_product_attention.default: attention.run,
     aten.is_same_size.default: is_same_size,
     aten.is_pinned.default: is_pinned,
     aten.resize_.default: refuse_resize,

@@ -6,6 +6,7 @@ import importlib
 import os
 import queue
 import threading
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..errors import DeviceUnavailable
 from ..mesh import DeviceMesh
 from ..program.ir import Program
 from ..raw import flat_bytes
+from ..sharding.rearrange import Shift
 from ..sharding.transfer import Transfer
 from ..worker.assemble import assemble
 from ..worker.executor import CodeCache, Executor, Steps, Value, mesh_of
@@ -195,9 +197,10 @@ def _drive(waiting: dict[int, Steps]) -> None:
     """Drive what devices run of one command to the end of each, a group at a time.
 
     A group's transfer is made when all its members have come to it. Groups meet their transfers in program order, so some
-    group is always complete.
+    group is always complete, or some device's shift is on its way.
     """
-    pending: dict[int, tuple[Transfer, Value | None]] = {}
+    pending: dict[int, tuple[Transfer | Shift, Value | None]] = {}
+    on_the_way: dict[tuple[int, int], deque[Value | None]] = defaultdict(deque)
     results: dict[int, Value | None] = dict.fromkeys(waiting)
     while waiting:
         for device, result in results.items():
@@ -206,13 +209,34 @@ def _drive(waiting: dict[int, Steps]) -> None:
             except StopIteration:
                 del waiting[device]
                 pending.pop(device, None)
-        led = [transfer.group for device, (transfer, _) in pending.items() if transfer.group[0] == device]
+        results = _shifted(pending, on_the_way)
+        led = [move.group for device, (move, _) in pending.items() if _leads(move, device)]
         ready = [group for group in led if all(d in pending and pending[d][0].group == group for d in group)]
-        if pending and not ready:
+        if pending and not ready and not results:
             raise RuntimeError(f"devices {sorted(pending)} wait for transfers that never come together")
-        results = {}
         for group in ready:
-            results.update(_exchange({device: pending[device] for device in group}))
+            results.update(_exchange({device: pending[device] for device in group}))  # type: ignore[misc]
+
+
+def _leads(move: Transfer | Shift, device: int) -> bool:
+    return isinstance(move, Transfer) and move.group[0] == device
+
+
+def _shifted(
+    pending: dict[int, tuple[Transfer | Shift, Value | None]],
+    on_the_way: dict[tuple[int, int], deque[Value | None]],
+) -> dict[int, Value | None]:
+    """The results of the shifts that can go on: all that start, and those that end whose value is on the way."""
+    results: dict[int, Value | None] = {}
+    for device, (move, value) in pending.items():
+        if not isinstance(move, Shift):
+            continue
+        if move.starts:
+            on_the_way[device, move.receiver].append(value.clone() if isinstance(value, torch.Tensor) else value)
+            results[device] = None
+        elif on_the_way[move.sender, device]:
+            results[device] = on_the_way[move.sender, device].popleft()
+    return results
 
 
 def _exchange(requests: dict[int, tuple[Transfer, Value | None]]) -> dict[int, Value | None]:

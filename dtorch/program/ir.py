@@ -83,7 +83,7 @@ class Local(msgspec.Struct, frozen=True, tag="local"):
 
 
 class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
-    """Bring a tensor to other placements, maybe on another mesh. The one instruction that communicates.
+    """Bring a tensor to other placements, maybe on another mesh. What communicates, but for attention over a split sequence.
 
     The result is never an alias of the source. ``order``: its dims from the largest stride to the smallest; None: contiguous.
     """
@@ -99,7 +99,74 @@ class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
     order: list[int] | None = None
 
 
-Instruction = Union[Op, Local, Reshard]
+class Roles(msgspec.Struct, frozen=True):
+    """What each mesh axis splits of an attention: batch, query heads or sequence; an axis in no list splits nothing.
+
+    Axes of one list split one after the other, in the order of the list. Those of ``ring`` make one ring, row by row.
+    """
+
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]
+    ring: tuple[int, ...]
+
+
+class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
+    """Bring a tensor of an attention from its placements to where the attention computes (`dtorch.sharding.sequence`), or back.
+
+    Back, what several devices computed for one element is added up. The result is never an alias of the source.
+
+    Args:
+        kind: ``"query"``, ``"key"`` or ``"scores"``: which of the attention's sizes the tensor's dims are.
+        back: from the attention to ``placements``.
+        shape: the attention's sizes, then the tensor's shape.
+        order: as in `Reshard`.
+    """
+
+    source: int
+    out: int
+    mesh: int
+    kind: str
+    back: bool
+    placements: Codes
+    roles: Roles
+    is_causal: bool
+    shape: Operand
+    dtype: str
+    order: list[int] | None = None
+
+    @property
+    def source_mesh(self) -> int:
+        return self.mesh
+
+    @property
+    def target_mesh(self) -> int:
+        return self.mesh
+
+
+class ShiftStart(msgspec.Struct, frozen=True, tag="shift_start"):
+    """Begin to hand a value to the next device of a ring along ``axes``; what stands before the `ShiftDone` hides the way.
+
+    Shifts end in the order in which they began, and nothing else communicates before they have.
+    """
+
+    source: int
+    mesh: int
+    axes: tuple[int, ...]
+    dtype: str
+
+
+class ShiftDone(msgspec.Struct, frozen=True, tag="shift_done"):
+    """Take what the previous device of the ring handed on in the earliest shift that is not done. Its shape is its own affair."""
+
+    out: int
+    mesh: int
+    axes: tuple[int, ...]
+    dtype: str
+
+
+Instruction = Union[Op, Local, Reshard, Rearrange, ShiftStart, ShiftDone]
+Communication = (Reshard, Rearrange, ShiftStart, ShiftDone)
+"""The instructions in which devices meet; all others are a device's own affair."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -116,6 +183,6 @@ class Program(msgspec.Struct, frozen=True):
         """The ids of every mesh that takes part."""
         found = {self.mesh}
         for instruction in self.body:
-            if isinstance(instruction, Reshard):
+            if isinstance(instruction, (Reshard, Rearrange)):
                 found |= {instruction.source_mesh, instruction.target_mesh}
         return found

@@ -11,11 +11,19 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import decode
-from ..program.ir import Const, Local, LocalShape, Program, Reshard
+from ..program.ir import Const, Local, LocalShape, Program, Rearrange, Reshard, ShiftDone, ShiftStart
 from ..raw import dtype_called
 from ..sharding.layout import local_shape
+from ..sharding.rearrange import Shift, rearrange, shift
+from ..sharding.sequence import Sizes
 from ..sharding.transfer import Transfer, steps
-from . import functions, functions_files, functions_sharded, random  # noqa: F401  these register the device functions
+from . import (  # noqa: F401  these register the device functions
+    functions,
+    functions_attention,
+    functions_files,
+    functions_sharded,
+    random,
+)
 from .assemble import assemble
 from .poison import Poison
 from .registry import DEVICE_FUNCTIONS, Here
@@ -109,8 +117,10 @@ def here_of(program: Program, call: Local, position: Callable[[Any], int]) -> Ma
     return Maker(make)
 
 
-def planner_of(move: Reshard) -> Maker:
-    """``f(global shape)``: the transfers of a `Reshard` in which the device takes part."""
+def planner_of(move: Reshard | Rearrange) -> Maker:
+    """``f(global shape)``: the transfers of a `Reshard` or a `Rearrange` in which the device takes part."""
+    if isinstance(move, Rearrange):
+        return _rearranger_of(move)
     source, target, dtype = decode(move.source_placements), decode(move.target_placements), dtype_called(move.dtype)
 
     def make(site: Site) -> Callable[[tuple[int, ...]], tuple[Transfer, ...]]:
@@ -118,6 +128,33 @@ def planner_of(move: Reshard) -> Maker:
         return functools.lru_cache(maxsize=64)(
             lambda shape: steps(source_mesh, source, target_mesh, target, shape, dtype, site.device)
         )
+
+    return Maker(make)
+
+
+def _rearranger_of(move: Rearrange) -> Maker:
+    placements, dtype = decode(move.placements), dtype_called(move.dtype)
+    count = len(Sizes._fields)
+
+    def make(site: Site) -> Callable[[tuple[int, ...]], tuple[Transfer, ...]]:
+        mesh = site.meshes[move.mesh]
+
+        def plan(shape: tuple[int, ...]) -> tuple[Transfer, ...]:
+            sizes, own = Sizes(*shape[:count]), shape[count:]
+            everyone = rearrange(mesh, move.kind, move.back, placements, move.roles, move.is_causal, sizes, own, dtype)
+            return (everyone[site.device],)
+
+        return plan
+
+    return Maker(make)
+
+
+def shift_of(hop: ShiftStart | ShiftDone) -> Maker:
+    """The device's part of the hop."""
+    dtype, starts = dtype_called(hop.dtype), isinstance(hop, ShiftStart)
+
+    def make(site: Site) -> Shift:
+        return shift(site.meshes[hop.mesh], tuple(hop.axes), dtype, site.device, starts)
 
     return Maker(make)
 

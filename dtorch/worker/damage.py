@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..program.ir import Local, Op, Program, Reshard, Slot
+from ..program.ir import Communication, Local, Op, Program, Slot
 from .lower import slots_of
 from .operators import resolve
 from .poison import Poison
@@ -18,7 +18,7 @@ def written_inputs(program: Program, start: int) -> set[int]:
     roots: dict[int, set[int]] = {slot: {slot} for slot in range(program.inputs)}
     written: set[int] = set()
     for index, instruction in enumerate(program.body):
-        if isinstance(instruction, Reshard):
+        if isinstance(instruction, Communication):
             continue
         writes, viewed = _aliases(instruction)
         if index >= start:

@@ -19,12 +19,13 @@ import torch
 from ..engine import protocol
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, decode, is_partial
-from ..program.ir import Op, Program, Reshard
+from ..program.ir import Communication, Op, Program, ShiftDone, ShiftStart
 from ..raw import dtype_called, dtype_name, to_bytes
 from ..sharding.layout import box_shape, local_box
+from ..sharding.rearrange import Shift
 from ..sharding.transfer import Transfer
 from .assemble import cut
-from .bindings import Site, planner_of
+from .bindings import Site, planner_of, shift_of
 from .damage import live_bytes, poison_aliases, storage_id, written_inputs
 from .lower import (
     FILENAME,
@@ -42,8 +43,11 @@ from .poison import Poison
 from .restride import is_certainly_in_order, restride
 
 Value = torch.Tensor | Poison
-Steps = Generator[tuple[Transfer, "Value | None"], "Value | None", None]
+Move = Transfer | Shift
+Steps = Generator[tuple[Move, "Value | None"], "Value | None", None]
 """What a command that communicates is: it yields ``(transfer, local source tensor)`` and is sent the transfer's result.
+
+A `Shift` takes two: where it starts the device gives its tensor and gets nothing, where it ends the other way round.
 
 The tensor is None where the device holds no part of the source, a `Poison` where its part failed; the result is None where
 the device gets no part (``transfer.shape is None``), a `Poison` where any source that it needs is one. It yields only
@@ -173,7 +177,7 @@ class Executor:
         device_type = self.meshes[program.mesh].device_type
         site = Site(self.device, torch_device(device_type, self.device), self.meshes)
         self._defined[program_id] = _Defined(program, site, held)
-        if any(isinstance(i, Reshard) and takes_part(i, held) for i in program.body):
+        if any(isinstance(i, Communication) and takes_part(i, held) for i in program.body):
             self._generators[program_id] = functools.partial(self._first_steps, program_id)
         else:
             self._functions[program_id] = functools.partial(self._first_run, program_id)
@@ -224,24 +228,28 @@ class Executor:
         for transfer in self._remaining(command, start, after):
             yield transfer, poison
 
-    def _remaining(self, command: list, start: int, after: Transfer | None) -> list[Transfer]:
+    def _remaining(self, command: list, start: int, after: Move | None) -> list[Move]:
         """The transfers with others from instruction ``start`` on; in that one, only those behind ``after``."""
         defined = self._defined[command[0]]
-        found: list[Transfer] = []
+        found: list[Move] = []
         for index, instruction in enumerate(defined.program.body[start:], start):
-            if not isinstance(instruction, Reshard) or not takes_part(instruction, defined.held):
+            if not isinstance(instruction, Communication) or not takes_part(instruction, defined.held):
                 continue
-            try:
-                plan = planner_of(instruction).make(defined.site)
-                transfers = plan(tuple(command[operand_position(defined.program, instruction.shape)]))
-            except ValueError:
-                continue  # nobody could plan it
+            transfers: tuple[Move, ...]
+            if isinstance(instruction, (ShiftStart, ShiftDone)):
+                transfers = (shift_of(instruction).make(defined.site),)
+            else:
+                try:
+                    plan = planner_of(instruction).make(defined.site)
+                    transfers = plan(tuple(command[operand_position(defined.program, instruction.shape)]))
+                except ValueError:
+                    continue  # nobody could plan it
             if index == start and after in transfers:
                 transfers = transfers[transfers.index(after) + 1 :]
             found += [transfer for transfer in transfers if len(transfer.group) > 1]
         return found
 
-    def _fail(self, command: list, sequence: int, error: Exception) -> tuple[Poison, int, Transfer | None]:
+    def _fail(self, command: list, sequence: int, error: Exception) -> tuple[Poison, int, Move | None]:
         """Poison what the command should have made or changed; report it unless it only met a poison.
 
         Returns:

@@ -90,7 +90,7 @@ def _drive(steps: Steps, communicator: ProcessGroups, sequence: int) -> None:
         request = next(steps)
         while True:
             try:
-                result = communicator.transfer(*request, sequence)
+                result = communicator.carry(*request, sequence)
             except WorkerLost:
                 raise
             except Exception as error:  # say, no memory for the result: the command's failure, not the worker's

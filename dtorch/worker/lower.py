@@ -16,7 +16,21 @@ from typing import Any
 
 import torch
 
-from ..program.ir import Const, Instruction, Local, LocalShape, Op, Operand, Program, Reshard, Slot
+from ..program.ir import (
+    Communication,
+    Const,
+    Instruction,
+    Local,
+    LocalShape,
+    Op,
+    Operand,
+    Program,
+    Rearrange,
+    Reshard,
+    ShiftDone,
+    ShiftStart,
+    Slot,
+)
 from . import bindings
 from .bindings import Maker, Site, same
 from .operators import BUILTINS, resolve
@@ -84,8 +98,10 @@ class _Writer:
         program = self.program
         last_use = _last_uses(program)
         for index, instruction in enumerate(program.body):
-            if isinstance(instruction, Reshard):
+            if isinstance(instruction, (Reshard, Rearrange)):
                 self.reshard(index, instruction)
+            elif isinstance(instruction, (ShiftStart, ShiftDone)):
+                self.shift(index, instruction)
             elif self.held[program.mesh]:
                 self.call(index, instruction)
             dead = [f"s{slot}" for slot in last_use.get(index, ()) if slot in self.slots]
@@ -195,7 +211,7 @@ class _Writer:
             return f"{name}.contiguous()"
         return f"{self.bind('t', same(restride))}({name}, {order!r})"
 
-    def reshard(self, index: int, move: Reshard) -> None:
+    def reshard(self, index: int, move: Reshard | Rearrange) -> None:
         if not takes_part(move, self.held):
             return
         sends, receives = self.held[move.source_mesh], self.held[move.target_mesh]
@@ -210,14 +226,28 @@ class _Writer:
             self.slots.add(move.out)
         self.line(index, "x = None")
 
+    def shift(self, index: int, hop: ShiftStart | ShiftDone) -> None:
+        if not takes_part(hop, self.held):
+            return
+        starts = isinstance(hop, ShiftStart)
+        self.line(index, f"x = {self.slot(hop.source) if starts else None}")
+        self.line(index, f"t = {self.bind('t', bindings.shift_of(hop))}")
+        self.line(index, "x = yield t, x")
+        if not starts:
+            self.line(index, f"s{hop.out} = x")
+            self.slots.add(hop.out)
+        self.line(index, "t = x = None")
+
 
 @functools.lru_cache(maxsize=4096)
 def _compile(source: str) -> CodeType:
     return compile(source, FILENAME, "exec")
 
 
-def takes_part(move: Reshard, held: Held) -> bool:
+def takes_part(move: Reshard | Rearrange | ShiftStart | ShiftDone, held: Held) -> bool:
     """Whether the device sends or receives in ``move``."""
+    if isinstance(move, (ShiftStart, ShiftDone)):
+        return held[move.mesh]
     return held[move.source_mesh] or held[move.target_mesh]
 
 
@@ -225,8 +255,10 @@ def present_outputs(program: Program, held: Held) -> list[int]:
     """The outputs that the device holds, as positions in the command of a run."""
     holds = dict.fromkeys(range(program.inputs), held[program.mesh])
     for instruction in program.body:
-        if isinstance(instruction, Reshard):
+        if isinstance(instruction, (Reshard, Rearrange)):
             holds[instruction.out] = held[instruction.target_mesh]
+        elif isinstance(instruction, (ShiftStart, ShiftDone)):
+            holds.update(dict.fromkeys(outs_of(instruction), held[instruction.mesh]))
         else:
             holds.update(dict.fromkeys(instruction.outs, held[program.mesh]))
     return [position for position, slot in enumerate(program.outputs, 1 + program.inputs) if holds[slot]]
@@ -239,8 +271,8 @@ def operand_position(program: Program, operand: Operand) -> int:
 
 def slots_of(instruction: Instruction) -> list[int]:
     """The slots that an instruction reads, in order."""
-    if isinstance(instruction, Reshard):
-        return [instruction.source]
+    if isinstance(instruction, Communication):
+        return [] if isinstance(instruction, ShiftDone) else [instruction.source]
     found: list[int] = []
 
     def collect(arg: Any) -> None:
@@ -255,12 +287,19 @@ def slots_of(instruction: Instruction) -> list[int]:
     return found
 
 
+def outs_of(instruction: Instruction) -> list[int]:
+    """The slots that an instruction writes; -1 for results that are not kept."""
+    if isinstance(instruction, Communication):
+        return [] if isinstance(instruction, ShiftStart) else [instruction.out]
+    return instruction.outs
+
+
 def _last_uses(program: Program) -> dict[int, list[int]]:
     """For an instruction's index, the temporaries that nothing after it needs."""
     last: dict[int, int] = {}
     for index, instruction in enumerate(program.body):
-        outs = [instruction.out] if isinstance(instruction, Reshard) else instruction.outs
-        last.update((slot, index) for slot in [*slots_of(instruction), *outs] if slot >= program.inputs)
+        used = [*slots_of(instruction), *outs_of(instruction)]
+        last.update((slot, index) for slot in used if slot >= program.inputs)
     dead: dict[int, list[int]] = {}
     for slot, index in last.items():
         if slot not in program.outputs:

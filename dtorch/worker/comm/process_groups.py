@@ -79,7 +79,7 @@ class ProcessGroups(SharedMemory):
                     sends = transfer.publishes and isinstance(value, torch.Tensor)
                     part = value.resolve_conj().resolve_neg().contiguous() if sends else None  # type: ignore[union-attr]
                 else:
-                    _, found = self._entry(member)
+                    _, found = self._entry(member, self._counts[member])
                     part = None if isinstance(found, Poison) else self._empty(found, transfer.dtype)
                     held[member] = found if part is None else part
                 if part is not None and part.numel():

@@ -12,9 +12,11 @@ reads and it has read what they published.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 
 import torch
 
+from ...sharding.rearrange import Shift
 from ...sharding.transfer import Transfer
 from ..assemble import assemble
 from ..poison import Poison
@@ -47,6 +49,19 @@ class SharedMemory:
         self._counts: dict[int, int] = {}
         # What others have yet to read: (offset, bytes, readers).
         self._published: list[tuple[int, int, list[Reader]]] = []
+        # Shifts that have started and not ended, each with its number with either neighbour.
+        self._shifts: deque[dict[int, int]] = deque()
+
+    def carry(
+        self, move: Transfer | Shift, value: torch.Tensor | Poison | None, sequence: int
+    ) -> torch.Tensor | Poison | None:
+        """`transfer`, or one end of a shift."""
+        if isinstance(move, Transfer):
+            return self.transfer(move, value, sequence)
+        if move.starts:
+            self._start(move, value, sequence)
+            return None
+        return self._finish(move)
 
     def transfer(
         self, transfer: Transfer, value: torch.Tensor | Poison | None, sequence: int
@@ -63,7 +78,33 @@ class SharedMemory:
         finally:
             self._end(peers)
 
-    def _begin(self, transfer: Transfer) -> list[int]:
+    def _start(self, shift: Shift, value: torch.Tensor | Poison | None, sequence: int) -> None:
+        """Let the next device of the ring read ``value``; it looks for it when the shift ends there.
+
+        What this device has published before, but for shifts that are still under way, must have been read by then: a ring
+        keeps one block here beside those that are computed on. All of it stands before this in the order of commands, so the
+        wait cannot deadlock.
+        """
+        peers = self._begin(shift)
+        numbers = {peer: self._counts[peer] for peer in peers}
+        try:
+            self._await_readers(len(self._published) - len(self._shifts))
+            self._publish([shift.receiver], value, Poison((self._device, sequence)))
+        finally:
+            self._shifts.append(numbers)
+
+    def _finish(self, shift: Shift) -> torch.Tensor | Poison:
+        numbers = self._shifts.popleft()
+        try:
+            found = self._read(shift.sender, shift.dtype, numbers[shift.sender])
+            if isinstance(found, Poison):
+                return found
+            on_cpu = shift.device_type == "cpu"
+            return found.clone() if on_cpu else found.to(torch.device(shift.device_type, self._device), copy=True)
+        finally:
+            self._end(list(numbers), numbers)
+
+    def _begin(self, transfer: Transfer | Shift) -> list[int]:
         """Number the transfer with each of the others in its group."""
         counts = self._counts
         peers = [device for device in transfer.group if device != self._device]
@@ -71,11 +112,11 @@ class SharedMemory:
             counts[peer] = counts.get(peer, 0) + 1
         return peers
 
-    def _end(self, peers: list[int]) -> None:
-        """Nothing more will be read in this transfer, be it done or failed."""
+    def _end(self, peers: list[int], numbers: dict[int, int] | None = None) -> None:
+        """Nothing more will be read in this transfer, or in the one of these numbers, be it done or failed."""
         control, me = self._control, self._device
         for peer in peers:
-            control.words[control.departure(me, peer)] = self._counts[peer]
+            control.words[control.departure(me, peer)] = (numbers or self._counts)[peer]
         control.announce(me)
 
     def _publish(self, peers: list[int], value: torch.Tensor | Poison | None, failure: Poison) -> None:
@@ -123,17 +164,23 @@ class SharedMemory:
             else:
                 still.append(block)
                 waiting += block[1]
-        while still and waiting + nbytes > _WAITING_BYTES:
-            offset, size, slow = still.pop(0)
-            for peer, word, number in slow:
-                self._control.wait(peer, word, number)
-            self._arena.free(offset)
-            waiting -= size
         self._published = still
+        if not self._shifts:  # a shift's reader may first wait for what is to be published here
+            while still and waiting + nbytes > _WAITING_BYTES:
+                waiting -= still[0][1]
+                self._await_readers(1)
         offset = self._arena.allocate(nbytes)
         still.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
         self._arena.region.view(offset, tuple(value.shape), value.dtype).copy_(value)
         return offset
+
+    def _await_readers(self, count: int) -> None:
+        """Wait until the ``count`` oldest publications have been read, and free them."""
+        for _ in range(count):
+            offset, _, readers = self._published.pop(0)
+            for peer, word, number in readers:
+                self._control.wait(peer, word, number)
+            self._arena.free(offset)
 
     def _collect(self, transfer: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
         if transfer.shape is None:
@@ -143,21 +190,21 @@ class SharedMemory:
             for piece in term:
                 if piece.device in sources:
                     continue
-                source = value if piece.device == self._device else self._read(piece.device, transfer.dtype)
+                mine = piece.device == self._device
+                source = value if mine else self._read(piece.device, transfer.dtype, self._counts[piece.device])
                 if not isinstance(source, torch.Tensor):
                     return source
                 sources[piece.device] = source.cpu()
         result = assemble(transfer, sources.__getitem__, _CPU)
         return result if transfer.target_type == "cpu" else result.to(torch.device(transfer.target_type, self._device))
 
-    def _read(self, peer: int, dtype: torch.dtype) -> torch.Tensor | Poison:
-        """What ``peer`` has published for the transfer at hand, in its own memory."""
-        offset, found = self._entry(peer)
+    def _read(self, peer: int, dtype: torch.dtype, number: int) -> torch.Tensor | Poison:
+        """What ``peer`` has published for the ``number``-th transfer with it, in its own memory."""
+        offset, found = self._entry(peer, number)
         return found if isinstance(found, Poison) else self._region(peer).view(offset, found, dtype)
 
-    def _entry(self, peer: int) -> tuple[int, tuple[int, ...] | Poison]:
-        """The offset and shape of what ``peer`` has published for the transfer at hand, or why there is none; waits for it."""
-        number = self._counts[peer]
+    def _entry(self, peer: int, number: int) -> tuple[int, tuple[int, ...] | Poison]:
+        """The offset and shape of what ``peer`` has published for their ``number``-th transfer, or why there is none; waits for it."""
         at = self._control.entry(peer, self._device, number)
         self._control.wait(peer, at, number)
         words = self._control.words

@@ -1,0 +1,236 @@
+"""``scaled_dot_product_attention`` on a sequence that several devices share: one program, with a gradient of its own.
+
+torch hands the op over whole in two ways: under autograd through the dispatcher, where we stand in front of torch's own
+(`dtorch.client.composites`), and under inference mode to `special`. Everything else about it stays torch's: what has no split
+sequence, and what is not legal, goes to torch's own form, which composes it of smaller ops or raises its own error.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from typing import Any
+
+import torch
+
+from ..sharding import attention as planning
+from ..sharding.attention import Attention, AttentionPlan
+from ..sharding.plan import common_mesh
+from ..sharding.spec import Spec
+from ..tensor import Tensor
+from . import aliasing, host, random_ops, runtime
+from .interrupts import critical
+from .values import Value, next_value_id
+
+aten = torch.ops.aten
+OP = aten.scaled_dot_product_attention.default
+
+#: Axis names of the innermost `dtorch.nn.SdpaOption`, each with what it insists on.
+insisted: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("dtorch_sdpa_option", default={})  # noqa: B039
+
+_PLANS: dict[tuple, tuple[int, AttentionPlan]] = {}
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's op, ours where the sequence is split."""
+    if type(query) is Tensor and _is_ours(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return _attend(query, key, value, attn_mask, float(dropout_p), is_causal, scale)
+    return OP.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The dispatch handler, where the op arrives whole."""
+    return scaled_dot_product_attention(*args, **kwargs)
+
+
+def _is_ours(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Whether it is legal, and its sequence is split. (In inference mode dropout is always ours: torch's form draws other numbers.)"""
+    if type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    specs = [t._spec for t in (query, key, value)]
+    if None in specs:
+        return False
+    q, k, v = (tuple(spec.shape) for spec in specs)
+    # Queries that are split before whole keys need no ring: each device attends to them as it is.
+    split = [planning.splits_sequence(spec) for spec in specs]
+    if not (any(split[1:]) or (split[0] and (is_causal or dropout)) or (dropout and torch.is_inference_mode_enabled())):
+        return False
+    same = len(q) == len(k) == len(v) and len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3:-1] == v[-3:-1]
+    if not same or q[-1] != k[-1] or math.prod(q) * math.prod(k) * math.prod(v) == 0:
+        return False
+    if q[-3] != k[-3] and not (enable_gqa and len(q) > 3 and q[-3] % k[-3] == 0):
+        return False
+    dtype = specs[0].dtype
+    if not dtype.is_floating_point or any(s.dtype != dtype for s in specs) or not 0.0 <= dropout <= 1.0:
+        return False
+    if mask is None:
+        return True
+    scores = (*q[:-1], k[-2])
+    fits = mask.ndim <= len(scores) and all(
+        m in (1, n) for m, n in zip(reversed(mask.shape), reversed(scores), strict=False)
+    )
+    return fits and not is_causal and mask.dtype in (torch.bool, dtype)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    leading = query.shape[:-3]
+    scores = (*query.shape[:-1], key.shape[-2])
+    if query.ndim > 4 and mask is not None and any(n != 1 for n in mask.shape[:-3]):
+        mask = mask.expand(*leading, *mask.shape[-3:]).flatten(0, -4)
+    elif mask is not None:
+        mask = mask.reshape((1,) * max(0, 4 - mask.ndim) + tuple(mask.shape[-4 if query.ndim <= 4 else -3 :]))
+        mask = mask if mask.ndim == 4 else mask.unsqueeze(0)
+    if query.ndim != 4:
+        query, key, value = (t.unsqueeze(0) if t.ndim == 3 else t.flatten(0, -4) for t in (query, key, value))
+    keep, number = None, 0
+    if dropout and runtime.controller().config.random == "torch":
+        keep = _drawn(query, scores, dropout)
+    elif dropout:
+        number = random_ops.draw_key()
+    numbers = (scale, dropout, number)
+    out = _Attention.apply(query, key, value, mask, keep, is_causal, numbers, dict(insisted.get()))
+    return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
+
+
+def _drawn(query: Any, scores: tuple[int, ...], dropout: float) -> Tensor:
+    """Which scores are kept, drawn as torch does, and split like the queries."""
+    keep = torch.empty(scores, dtype=torch.float32, device="cpu").bernoulli_(1.0 - dropout).bool()
+    spec = planning.settled(query._spec)
+    return host.from_plain(keep.reshape(*query.shape[:3], scores[-1]), spec.mesh, spec.placements)
+
+
+class _Attention(torch.autograd.Function):
+    """The op and its gradient on 4-d tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, is_causal: bool, numbers: Any, option: Any) -> Any:
+        mesh = query._spec.mesh
+        if mask is not None and (type(mask) is not Tensor or mask._spec is None):
+            mask = _placed(mask, mesh)
+        tensors = [query, key, value, *(t for t in (mask, keep) if t is not None)]
+        specs = tuple(t._spec for t in tensors)
+        common_mesh(OP, list(specs))
+        names = mesh.mesh_dim_names or ()
+        axes = tuple((names.index(name), what) for name, what in option.items() if name in names)
+        fused = not numbers[1] and not ctx.needs_input_grad[3] and query.shape[-1] == value.shape[-1]
+        key_of_plan = (specs, mask is not None, keep is not None, is_causal, bool(numbers[1]), axes, fused)
+        ctx.key = key_of_plan
+        ctx.numbers = numbers
+        out, lse = _run(key_of_plan, _forward_plan, tensors, numbers)
+        ctx.save_for_backward(*tensors, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        *tensors, out, lse = ctx.saved_tensors
+        specs, has_mask, has_keep, *_ = ctx.key
+        mesh = specs[0].mesh
+        if type(grad) is not Tensor or grad._spec is None:
+            grad = _placed(grad, mesh)
+        wants_mask = ctx.needs_input_grad[3]
+        key = (*ctx.key, out._spec, lse._spec, grad._spec, wants_mask)
+        found = _run(key, _backward_plan, [*tensors, out, lse, grad], ctx.numbers)
+        return (*found[:3], found[3] if wants_mask else None, None, None, None, None)
+
+
+def _placed(tensor: Any, mesh: Any) -> Any:
+    """A plain or uncommitted tensor, replicated."""
+    if type(tensor) is Tensor:
+        host.commit(tensor, mesh)
+        return tensor
+    return host.from_plain(tensor, mesh)
+
+
+def _attention(specs: tuple[Spec, ...], is_causal: bool, dropout: bool, axes: tuple[tuple[int, str], ...]) -> Attention:
+    query, key, value = specs[:3]
+    roles = planning.roles_of(query, key, value, dict(axes))
+    return Attention(query.mesh, roles, planning.sizes_of(query, key), is_causal, dropout)
+
+
+def _optional(specs: tuple[Spec, ...], has_mask: bool, has_keep: bool) -> tuple[Spec | None, Spec | None]:
+    return specs[3] if has_mask else None, specs[-1] if has_keep else None
+
+
+def _forward_plan(
+    specs: tuple[Spec, ...], has_mask: bool, has_keep: bool, is_causal: bool, dropout: bool, axes: Any, fused: bool
+) -> AttentionPlan:
+    attention = _attention(specs, is_causal, dropout, axes)
+    # torch's fused kernel lays heads beside one another, its composed form positions.
+    order = [0, 2, 1, 3] if fused else [0, 1, 2, 3]
+    return planning.forward(attention, *specs[:3], *_optional(specs, has_mask, has_keep), order)
+
+
+def _backward_plan(
+    specs: tuple[Spec, ...],
+    has_mask: bool,
+    has_keep: bool,
+    is_causal: bool,
+    dropout: bool,
+    axes: Any,
+    fused: bool,
+    out: Spec,
+    lse: Spec,
+    grad: Spec,
+    wants_mask: bool,
+) -> AttentionPlan:
+    attention = _attention(specs, is_causal, dropout, axes)
+    optional = _optional(specs, has_mask, has_keep)
+    return planning.backward(attention, *specs[:3], *optional, out, lse, grad, wants_mask)
+
+
+def _run(key: tuple, make: Any, tensors: list[Any], numbers: tuple[float, float, int]) -> list[Tensor]:
+    controller = runtime.controller()
+    found = _PLANS.get(key)
+    for tensor in tensors:
+        if tensor._value.id < controller.floor:
+            raise controller.foreign()
+    if found is None:
+        plan = make(*key)
+        controller.mesh(plan.outputs[0].mesh)
+        with controller.lock:
+            found = _PLANS[key] = (controller.define(plan.program), plan)
+    results = _issue(controller, *found, tensors, numbers)
+    controller.bytes_ahead += sum(spec.nbytes for spec in found[1].outputs) // len(found[1].outputs[0].mesh.device_ids)
+    controller.pressure()
+    if controller.sync:
+        controller.synchronize()
+    return results
+
+
+@critical
+def _issue(controller: Any, program: int, plan: AttentionPlan, tensors: list[Any], numbers: Any) -> list[Tensor]:
+    from . import dispatch
+
+    with controller.lock:
+        for tensor in tensors:
+            if tensor._value.copy is not None:
+                aliasing.refresh(controller, tensor._value)
+        values = [Value(next_value_id()) for _ in plan.outputs]
+        ids = [t._value.id for t in tensors] + [v.id for v in values]
+        controller.issue([program, *ids, *numbers, *plan.operands], "scaled_dot_product_attention")
+        return [dispatch.wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]
+
+
+runtime.on_close.append(_PLANS.clear)

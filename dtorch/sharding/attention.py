@@ -1,0 +1,307 @@
+"""Programs of attention over a split sequence, forward and backward: Ulysses, ring, or both at once.
+
+Rearrange into where it computes, one ring of blocks, rearrange back. At each step of the ring the block at hand sets out to the next
+device before it is computed on, and the next one is taken in after that, so the way is hidden. In the backward the gradients of a
+block travel with it, one step behind: each device adds its own as they pass, and after a whole round they are home.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..mesh import DeviceMesh
+from ..placement import REPLICATE, PlacementList, encode, is_partial, is_shard
+from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
+from ..raw import dtype_name
+from .plan import Builder, order_or_none, stride_order
+from .rearrange import is_needless
+from .sequence import Sizes, ring_place
+from .spec import Spec, mesh_id
+
+SEQUENCE = 2
+"""The dim of (batch, heads, sequence, features) that is split."""
+
+#: What an axis of this name does when it splits the sequence.
+BY_NAME = {"ulysses_cp": "ulysses", "ulysess_cp": "ulysses", "ring_cp": "ring"}
+
+#: The numbers of a run, before its operands.
+SCALE, DROPOUT, KEY = Operand(0), Operand(1), Operand(2)
+NUMBERS = 3
+
+
+@dataclasses.dataclass(slots=True)
+class AttentionPlan:
+    """A program, its fixed operands, and the specs of what it returns."""
+
+    program: Program
+    operands: list[Any]
+    outputs: tuple[Spec, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention: where its parts are computed and how.
+
+    Args:
+        has_dropout: its probability and key are numbers of each run.
+    """
+
+    mesh: DeviceMesh
+    roles: Roles
+    sizes: Sizes
+    is_causal: bool
+    has_dropout: bool
+
+
+def sizes_of(query: Spec, key: Spec) -> Sizes:
+    return Sizes(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+
+
+def splits_sequence(spec: Spec) -> bool:
+    """Whether several devices share the sequence of a (…, sequence, features) tensor."""
+    dim = spec.ndim - 2
+    return any(is_shard(p) and p.dim == dim and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))  # type: ignore[attr-defined]
+
+
+def roles_of(query: Spec, key: Spec, value: Spec, insisted: Mapping[int, str]) -> Roles:
+    """What each axis splits. One that splits the sequence is Ulysses or part of the ring: as ``insisted``, else by its name, else
+    Ulysses where it splits the heads of queries and keys evenly, which moves least, else the ring.
+
+    Raises:
+        ValueError: ``insisted`` on Ulysses with fewer heads than devices.
+    """
+    mesh = query.mesh
+    batch: list[int] = []
+    heads: list[int] = []
+    sequence: list[int] = []
+    for axis, size in enumerate(mesh.shape):
+        dims = [p.dim for s in (query, key, value) if is_shard(p := s.placements[axis]) and p.dim < 3]  # type: ignore[attr-defined]
+        if size > 1 and dims:
+            (batch, heads, sequence)[dims[0]].append(axis)
+    ring: list[int] = []
+    pieces = 1
+    for axis in heads:
+        pieces *= mesh.shape[axis]
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    for axis in sequence:
+        more = pieces * mesh.shape[axis]
+        few = query.shape[1] < more
+        chosen = insisted.get(axis) or BY_NAME.get(names[axis])
+        if chosen == "ulysses" and few:
+            if axis in insisted:
+                raise ValueError(
+                    f"scaled_dot_product_attention: SdpaOption(ulysses_cp_dim={names[axis] or axis!r}) splits the heads over {more} "
+                    f"devices, but query has {query.shape[1]} heads; use ring_cp_dim, or a smaller axis"
+                )
+            chosen = "ring"
+        if chosen is None:
+            even = query.shape[1] % more == 0 and key.shape[1] % more == 0
+            chosen = "ulysses" if even else "ring"
+        if chosen == "ulysses":
+            heads.append(axis)
+            pieces = more
+        else:
+            ring.append(axis)
+    return Roles(tuple(batch), tuple(heads), tuple(ring))
+
+
+def settled(spec: Spec) -> Spec:
+    """``spec`` with whole features and no pending sum, as attention takes and gives it."""
+    return spec.with_placements(
+        PlacementList(
+            REPLICATE if is_partial(p) or (is_shard(p) and p.dim > SEQUENCE) else p  # type: ignore[attr-defined]
+            for p in spec.placements
+        )
+    )
+
+
+def forward(
+    attention: Attention, query: Spec, key: Spec, value: Spec, mask: Spec | None, keep: Spec | None, order: list[int]
+) -> AttentionPlan:
+    """The program of ``(query, key, value, mask?, keep?) -> (out, lse)``.
+
+    Args:
+        keep: spec of a boolean tensor of all scores that says which ones dropout keeps; None: they are drawn from the run's key.
+        order: the output's dims from the largest stride to the smallest.
+    """
+    specs = [query, key, value, *(s for s in (mask, keep) if s is not None)]
+    writer = _Writer(attention, len(specs))
+    q, k, v, *more = writer.inputs(specs, ["query", "key", "key", *["scores"] * (len(specs) - 3)])
+    options = writer.options(mask is not None, keep is not None, more)
+    out = lse = None
+    for step in range(writer.ring):
+        last = step == writer.ring - 1
+        if not last:
+            writer.start(k, key.dtype)
+            writer.start(v, value.dtype)
+        args = [Slot(q), Slot(k), Slot(v), _slot(out), _slot(lse), *options(step)]
+        out, lse = writer.local("dtorch.attention_block", args, 2)
+        if not last:
+            k, v = writer.done(key.dtype), writer.done(value.dtype)
+    assert out is not None
+    assert lse is not None
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    goal = settled(query)
+    shape = torch.Size((*query.shape[:3], value.shape[3]))
+    out_spec = Spec.of(attention.mesh, goal.placements, shape, _stride(shape, order), query.dtype)
+    lse_spec = Spec.of(attention.mesh, goal.placements, query.shape[:3], None, lse_dtype)
+    (out,) = writer.local(
+        "dtorch.attention_finish", [Slot(out), Const("dtype", dtype_name(query.dtype)), list(order)], 1
+    )
+    outs = [writer.back(out, out_spec, "query"), writer.back(lse, lse_spec, "query")]
+    return AttentionPlan(
+        writer.builder.program("dtorch.attention", outs), writer.builder.operands, (out_spec, lse_spec)
+    )
+
+
+def backward(
+    attention: Attention,
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    mask: Spec | None,
+    keep: Spec | None,
+    out: Spec,
+    lse: Spec,
+    grad: Spec,
+    wants_mask: bool,
+) -> AttentionPlan:
+    """The program of ``(query, key, value, mask?, keep?, out, lse, grad) -> (grad_query, grad_key, grad_value, grad_mask?)``."""
+    specs = [query, key, value, *(s for s in (mask, keep) if s is not None), out, lse, grad]
+    scores = len(specs) - 6
+    writer = _Writer(attention, len(specs))
+    slots = writer.inputs(specs, ["query", "key", "key", *["scores"] * scores, "query", "query", "query"])
+    q, k, v = slots[:3]
+    options = writer.options(mask is not None, keep is not None, slots[3 : 3 + scores])
+    rest = [Slot(slot) for slot in slots[3 + scores :]]
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    grad_q = grad_mask = None
+    grad_k = grad_v = -1
+    for step in range(writer.ring):
+        last = step == writer.ring - 1
+        if not last:
+            writer.start(k, key.dtype)
+            writer.start(v, value.dtype)
+        args = [Slot(q), Slot(k), Slot(v), *rest, _slot(grad_q), _slot(grad_mask), wants_mask, *options(step)]
+        grad_q, more_k, more_v, *of_mask = writer.local("dtorch.attention_block_backward", args, 4 if wants_mask else 3)
+        grad_mask = of_mask[0] if of_mask else None
+        if step:
+            grad_k, grad_v = (
+                writer.local("dtorch.attention_add", [Slot(writer.done(kind)), Slot(more)], 1)[0]
+                for more in (more_k, more_v)
+            )
+        else:
+            grad_k, grad_v = more_k, more_v
+        if not last:
+            k, v = writer.done(key.dtype), writer.done(value.dtype)
+        if writer.ring > 1:
+            writer.start(grad_k, kind)
+            writer.start(grad_v, kind)
+    if writer.ring > 1:
+        grad_k, grad_v = writer.done(kind), writer.done(kind)
+    found = [(grad_q, query, "query"), (grad_k, key, "key"), (grad_v, value, "key"), (grad_mask, mask, "scores")]
+    outs, goals = [], []
+    for slot, spec, what in found:
+        if slot is None or spec is None:
+            continue
+        goal = settled(spec) if what != "scores" else _summed(spec)
+        order = stride_order(goal.shape, goal.stride)
+        (slot,) = writer.local(
+            "dtorch.attention_finish", [Slot(slot), Const("dtype", dtype_name(goal.dtype)), list(order)], 1
+        )
+        outs.append(writer.back(slot, goal, what))
+        goals.append(goal)
+    program = writer.builder.program("dtorch.attention_backward", outs)
+    return AttentionPlan(program, writer.builder.operands, tuple(goals))
+
+
+class _Writer:
+    """Writes the program of one attention."""
+
+    def __init__(self, attention: Attention, inputs: int) -> None:
+        self.attention = attention
+        self.builder = Builder(attention.mesh, inputs, NUMBERS)
+        self.ring, _ = ring_place(attention.mesh.shape, (0,) * attention.mesh.ndim, attention.roles.ring)
+
+    def inputs(self, specs: list[Spec], kinds: list[str]) -> list[int]:
+        """Bring every input to where the attention computes; their slots."""
+        slots = []
+        for slot, (spec, kind) in enumerate(zip(specs, kinds, strict=True)):
+            goal = settled(spec) if kind != "scores" else _summed(spec)
+            if goal is not spec:
+                slot = self.builder.reshard(slot, spec, goal)
+            slots.append(self._rearranged(slot, goal, kind, back=False))
+        return slots
+
+    def back(self, slot: int, spec: Spec, kind: str) -> int:
+        """Bring what was computed to ``spec``."""
+        return self._rearranged(slot, spec, kind, back=True)
+
+    def _rearranged(self, slot: int, spec: Spec, kind: str, back: bool) -> int:
+        a = self.attention
+        if is_needless(a.mesh, kind, spec.placements, a.roles, a.is_causal, a.sizes, tuple(spec.shape)):
+            return slot
+        out = self.builder.slot()
+        self.builder.body.append(
+            Rearrange(
+                slot,
+                out,
+                mesh_id(a.mesh),
+                kind,
+                back,
+                tuple(encode(spec.placements)),
+                a.roles,
+                a.is_causal,
+                self.builder.shape((*a.sizes, *spec.shape)),
+                dtype_name(spec.dtype),
+                order_or_none(spec) if back else None,
+            )
+        )
+        return out
+
+    def options(self, has_mask: bool, has_keep: bool, slots: list[int]) -> Any:
+        """``f(step)``: the arguments that every block function takes last."""
+        a = self.attention
+        mask = Slot(slots[0]) if has_mask else None
+        keep = Slot(slots[-1]) if has_keep else None
+        roles: Arg = [list(axes) for axes in (a.roles.batch, a.roles.heads, a.roles.ring)]
+        sizes = self.builder.operand(list(a.sizes))
+        dropout: list[Arg] = [DROPOUT, KEY] if a.has_dropout else [0.0, None]
+        return lambda step: [roles, sizes, a.is_causal, step, SCALE, mask, *dropout, keep]
+
+    def local(self, name: str, args: list[Any], count: int) -> list[int]:
+        """Write a device function of ``count`` results; their slots."""
+        outs = [self.builder.slot() for _ in range(count)]
+        self.builder.body.append(Local(name, args, {}, list(outs)))
+        return outs
+
+    def start(self, slot: int, dtype: torch.dtype) -> None:
+        a = self.attention
+        self.builder.body.append(ShiftStart(slot, mesh_id(a.mesh), a.roles.ring, dtype_name(dtype)))
+
+    def done(self, dtype: torch.dtype) -> int:
+        a = self.attention
+        slot = self.builder.slot()
+        self.builder.body.append(ShiftDone(slot, mesh_id(a.mesh), a.roles.ring, dtype_name(dtype)))
+        return slot
+
+
+def _slot(slot: int | None) -> Slot | None:
+    return None if slot is None else Slot(slot)
+
+
+def _summed(spec: Spec) -> Spec:
+    """``spec`` without pending sums."""
+    return spec.with_placements(PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements))
+
+
+def _stride(shape: torch.Size, order: list[int]) -> tuple[int, ...]:
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
