@@ -15,7 +15,7 @@ import torch
 
 from ..sharding import attention as planning
 from ..sharding.attention import Attention, AttentionPlan
-from ..sharding.plan import common_mesh
+from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import aliasing, host, random_ops, runtime
@@ -53,9 +53,7 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return scaled_dot_product_attention(*args, **kwargs)
 
 
-def _is_ours(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool
-) -> bool:
+def _is_ours(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool) -> bool:
     """Whether it is legal, and its sequence is split. (In inference mode dropout is always ours: torch's form draws other numbers.)"""
     if type(key) is not Tensor or type(value) is not Tensor:
         return False
@@ -78,10 +76,17 @@ def _is_ours(
     if mask is None:
         return True
     scores = (*q[:-1], k[-2])
-    fits = mask.ndim <= len(scores) and all(
+    fits = 2 <= mask.ndim <= len(scores) and all(
         m in (1, n) for m, n in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
-    return fits and not is_causal and mask.dtype in (torch.bool, dtype)
+    # Only torch's fused kernel takes both.
+    return fits and mask.dtype in (torch.bool, dtype) and not (is_causal and not _is_fused(query, value, mask, dropout))
+
+
+def _is_fused(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
+    """Whether torch on one device would run its fused kernel, as opposed to composing the op of others."""
+    mask_has_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    return query.ndim == 4 and not dropout and not mask_has_gradient and query.shape[-1] == value.shape[-1]
 
 
 def _attend(
@@ -96,6 +101,7 @@ def _attend(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     leading = query.shape[:-3]
     scores = (*query.shape[:-1], key.shape[-2])
+    fused = _is_fused(query, value, mask, dropout)
     if query.ndim > 4 and mask is not None and any(n != 1 for n in mask.shape[:-3]):
         mask = mask.expand(*leading, *mask.shape[-3:]).flatten(0, -4)
     elif mask is not None:
@@ -109,7 +115,7 @@ def _attend(
     elif dropout:
         number = random_ops.draw_key()
     numbers = (scale, dropout, number)
-    out = _Attention.apply(query, key, value, mask, keep, is_causal, numbers, dict(insisted.get()))
+    out = _Attention.apply(query, key, value, mask, keep, is_causal, fused, numbers, insisted.get())
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
 
@@ -124,7 +130,18 @@ class _Attention(torch.autograd.Function):
     """The op and its gradient on 4-d tensors."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, is_causal: bool, numbers: Any, option: Any) -> Any:
+    def forward(
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        keep: Any,
+        is_causal: bool,
+        fused: bool,
+        numbers: tuple[float, float, int],
+        option: dict[str, str],
+    ) -> Any:
         mesh = query._spec.mesh
         if mask is not None and (type(mask) is not Tensor or mask._spec is None):
             mask = _placed(mask, mesh)
@@ -133,7 +150,6 @@ class _Attention(torch.autograd.Function):
         common_mesh(OP, list(specs))
         names = mesh.mesh_dim_names or ()
         axes = tuple((names.index(name), what) for name, what in option.items() if name in names)
-        fused = not numbers[1] and not ctx.needs_input_grad[3] and query.shape[-1] == value.shape[-1]
         key_of_plan = (specs, mask is not None, keep is not None, is_causal, bool(numbers[1]), axes, fused)
         ctx.key = key_of_plan
         ctx.numbers = numbers
@@ -145,14 +161,12 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         *tensors, out, lse = ctx.saved_tensors
-        specs, has_mask, has_keep, *_ = ctx.key
-        mesh = specs[0].mesh
         if type(grad) is not Tensor or grad._spec is None:
-            grad = _placed(grad, mesh)
+            grad = _placed(grad, out._spec.mesh)
         wants_mask = ctx.needs_input_grad[3]
         key = (*ctx.key, out._spec, lse._spec, grad._spec, wants_mask)
         found = _run(key, _backward_plan, [*tensors, out, lse, grad], ctx.numbers)
-        return (*found[:3], found[3] if wants_mask else None, None, None, None, None)
+        return (*found[:3], found[3] if wants_mask else None, *[None] * 5)
 
 
 def _placed(tensor: Any, mesh: Any) -> Any:
@@ -177,8 +191,8 @@ def _forward_plan(
     specs: tuple[Spec, ...], has_mask: bool, has_keep: bool, is_causal: bool, dropout: bool, axes: Any, fused: bool
 ) -> AttentionPlan:
     attention = _attention(specs, is_causal, dropout, axes)
-    # torch's fused kernel lays heads beside one another, its composed form positions.
-    order = [0, 2, 1, 3] if fused else [0, 1, 2, 3]
+    # torch's fused kernel lays the output out as query is, its composed form does not.
+    order = stride_order(tuple(specs[0].shape), specs[0].stride) if fused else [0, 1, 2, 3]
     return planning.forward(attention, *specs[:3], *_optional(specs, has_mask, has_keep), order)
 
 

@@ -12,6 +12,7 @@ from typing import Any as _Any
 import torch.nn as _torch_nn
 
 from . import functional, torch_submodules
+from .context_parallel import SdpaOption
 from .distribute import distribute_module
 from .embedding import Embedding, EmbeddingWithReplicateOutput
 from .linear import (
@@ -37,6 +38,7 @@ __all__ = [
     "ReplicateParallelLinear",
     "RowParallelLinear",
     "RowParallelLinearWithReplicateOutput",
+    "SdpaOption",
     "Summary",
     "distribute_module",
     "functional",

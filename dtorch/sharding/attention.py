@@ -243,7 +243,7 @@ class _Writer:
 
     def _rearranged(self, slot: int, spec: Spec, kind: str, back: bool) -> int:
         a = self.attention
-        if is_needless(a.mesh, kind, spec.placements, a.roles, a.is_causal, a.sizes, tuple(spec.shape)):
+        if is_needless(a.mesh, kind, back, spec.placements, a.roles, a.is_causal, a.sizes, tuple(spec.shape)):
             return slot
         out = self.builder.slot()
         self.builder.body.append(

@@ -78,18 +78,25 @@ def rearrange(
 def is_needless(
     mesh: DeviceMesh,
     kind: str,
+    back: bool,
     placements: PlacementList,
     roles: Roles,
     is_causal: bool,
     sizes: Sizes,
     shape: tuple[int, ...],
 ) -> bool:
-    """Whether every device holds the very same under ``placements`` and in the attention."""
-    return all(
-        boxes(kind, roles, is_causal, sizes, mesh.shape, coordinate, shape)
-        == [local_box(placements, mesh.shape, coordinate, shape)]
-        for coordinate in itertools.product(*map(range, mesh.shape))
-    )
+    """Whether every device holds the very same under ``placements`` and in the attention, and there is nothing to add up."""
+    seen: set[tuple] = set()
+    splitting = {*roles.batch, *roles.heads, *roles.ring}
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        held = boxes(kind, roles, is_causal, sizes, mesh.shape, coordinate, shape)
+        if held != [local_box(placements, mesh.shape, coordinate, shape)]:
+            return False
+        addend = (*(i for axis, i in enumerate(coordinate) if axis not in splitting), held[0])
+        if back and math.prod(box_shape(held[0])) and addend in seen:
+            return False
+        seen.add(addend)
+    return True
 
 
 def _forward(
@@ -97,11 +104,12 @@ def _forward(
 ) -> tuple[Box, tuple[tuple[Piece, ...], ...]]:
     """The pieces of the device's ``held`` boxes, of which each replica has its own source."""
     choices: Choices = tuple(None if is_shard(p) else (i,) for p, i in zip(placements, coordinate, strict=True))
-    pieces: list[Piece] = []
-    for box, whole in _stacked(held):
-        for piece in terms_of(mesh, placements, shape, box, choices, ())[0]:
-            pieces.append(Piece(piece.device, piece.source, _moved(piece.target, whole[2][0])))
-    return (*held[0][:2], (0, sum(box[2][1] - box[2][0] for box in held)), *held[0][3:]), (tuple(pieces),)
+    pieces = tuple(
+        Piece(piece.device, piece.source, _moved(piece.target, local[2][0]))
+        for box, local in _stacked(held)
+        for piece in terms_of(mesh, placements, shape, box, choices, ())[0]
+    )
+    return (*held[0][:2], (0, sum(box[2][1] - box[2][0] for box in held)), *held[0][3:]), (pieces,)
 
 
 def _backward(
@@ -116,15 +124,17 @@ def _backward(
     target = local_box(placements, mesh.shape, coordinate, shape)
     splitting = {*roles.batch, *roles.heads, *roles.ring}
     terms: list[list[Piece]] = [[]]
-    for other in itertools.product(*(range(n) if a in splitting else (coordinate[a],) for a, n in enumerate(mesh.shape))):
-        for box, whole in _stacked(attention[other]):
+    for other in itertools.product(
+        *(range(n) if a in splitting else (coordinate[a],) for a, n in enumerate(mesh.shape))
+    ):
+        for box, local in _stacked(attention[other]):
             both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, target, strict=True)]
             if any(start >= stop for start, stop in both):
                 continue
             source = tuple((a - low, b - low) for (a, b), (low, _) in zip(both, box, strict=True))
             piece = Piece(
                 device_at(mesh, other),
-                _moved(source, whole[2][0]),
+                _moved(source, local[2][0]),
                 tuple((a - low, b - low) for (a, b), (low, _) in zip(both, target, strict=True)),
             )
             for term in terms:
