@@ -180,7 +180,8 @@ def _placed(tensor: Any, mesh: Any) -> Any:
 def _attention(specs: tuple[Spec, ...], is_causal: bool, dropout: bool, axes: tuple[tuple[int, str], ...]) -> Attention:
     query, key, value = specs[:3]
     roles = planning.roles_of(query, key, value, dict(axes))
-    return Attention(query.mesh, roles, planning.sizes_of(query, key), is_causal, dropout)
+    asked_for = planning.is_asked_for((query, key, value), dict(axes))
+    return Attention(query.mesh, roles, planning.sizes_of(query, key), is_causal, dropout, asked_for)
 
 
 def _optional(specs: tuple[Spec, ...], has_mask: bool, has_keep: bool) -> tuple[Spec | None, Spec | None]:
@@ -215,6 +216,8 @@ def _backward_plan(
 
 
 def _run(key: tuple, make: Any, tensors: list[Any], numbers: tuple[float, float, int]) -> list[Tensor]:
+    from . import dispatch
+
     controller = runtime.controller()
     found = _PLANS.get(key)
     for tensor in tensors:
@@ -225,6 +228,9 @@ def _run(key: tuple, make: Any, tensors: list[Any], numbers: tuple[float, float,
         controller.mesh(plan.outputs[0].mesh)
         with controller.lock:
             found = _PLANS[key] = (controller.define(plan.program), plan)
+    if found[1].moves:
+        for look in dispatch.before_moves:
+            look("scaled_dot_product_attention", found[1], [t._spec for t in tensors])
     results = _issue(controller, *found, tensors, numbers)
     controller.bytes_ahead += sum(spec.nbytes for spec in found[1].outputs) // len(found[1].outputs[0].mesh.device_ids)
     controller.pressure()

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import PlacementList, decode, is_partial, is_shard
-from ..program.ir import Program, Reshard
+from ..placement import PlacementList, decode, is_partial, is_shard, shard
+from ..program.ir import Program, Rearrange, Reshard, Roles, ShiftStart
 from ..raw import dtype_called
 from ..sharding import transfer
+from ..sharding.rearrange import rearrange
+from ..sharding.sequence import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class Communication:
     """One redistribution between devices.
 
     Args:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``transfer`` between meshes.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``transfer`` between meshes, or ``shift``, one hop of a
+            ring; of that, ``shape`` and the placements are not told.
         nbytes: what the device that receives most receives from others.
         total_bytes: what all devices receive from others.
         axes: the mesh axes along which devices exchange, by name, or by number where the mesh has no names.
@@ -52,6 +55,15 @@ def communication_of(
 ) -> Iterator[Communication]:
     """Each redistribution of one run of ``program`` in which a device receives something."""
     for instruction in program.body:
+        if type(instruction) is Rearrange:
+            yield from _of_rearrange(instruction, operands, mesh_of, op, asked_for, line)
+        elif type(instruction) is ShiftStart:
+            mesh, dtype = mesh_of(instruction.mesh), dtype_called(instruction.dtype)
+            most, every = operands[instruction.nbytes.index]
+            axes, nowhere = _named(mesh, instruction.axes), PlacementList()
+            yield Communication(
+                "shift", most, every, axes, (), dtype, nowhere, nowhere, mesh, mesh, op, asked_for, line
+            )
         if type(instruction) is not Reshard:
             continue
         mesh, target_mesh = mesh_of(instruction.source_mesh), mesh_of(instruction.target_mesh)
@@ -66,6 +78,41 @@ def communication_of(
         yield Communication(
             kind, max(received), sum(received), axes, shape, dtype, source, target, mesh, target_mesh, op, asked_for, line
         )  # fmt: skip
+
+
+def _of_rearrange(
+    move: Rearrange, operands: Sequence[Any], mesh_of: Callable[[int], DeviceMesh], op: str, asked_for: bool, line: str
+) -> Iterator[Communication]:
+    mesh, dtype, given = mesh_of(move.mesh), dtype_called(move.dtype), operands[move.shape.index]
+    count = len(Sizes._fields)
+    sizes, shape = Sizes(*given[:count]), tuple(given[count:])
+    placements = decode(move.placements)
+    parts = rearrange(mesh, move.kind, move.back, placements, move.roles, move.is_causal, sizes, shape, dtype)
+    received = [part.received_bytes() for part in parts.values()]
+    if not any(received):
+        return
+    there = _attention_placements(move.roles, placements)
+    source, target = (there, placements) if move.back else (placements, there)
+    kind = "reduce_scatter" if any(len(part.terms) > 1 for part in parts.values()) else "all_to_all"
+    axes = [a for a, (p, r) in enumerate(zip(placements, there, strict=True)) if p != r]
+    if move.is_causal:  # a zigzag moves rows along the ring, too
+        axes = sorted({*axes, *move.roles.ring})
+    yield Communication(
+        kind, max(received), sum(received), _named(mesh, axes), shape, dtype, source, target, mesh, mesh, op, asked_for, line
+    )  # fmt: skip
+
+
+def _attention_placements(roles: Roles, placements: PlacementList) -> PlacementList:
+    """Where a tensor is while attention computes, as far as placements can tell."""
+    found = list(placements)
+    for dim, axes in enumerate((roles.batch, roles.heads, roles.ring)):
+        for axis in axes:
+            found[axis] = shard(dim)
+    return PlacementList(found)
+
+
+def _named(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[str | int, ...]:
+    return tuple(axis if mesh.mesh_dim_names is None else mesh.mesh_dim_names[axis] for axis in axes)
 
 
 def _changed(mesh: DeviceMesh, source: PlacementList, target: PlacementList) -> Iterator[str | int]:

@@ -15,6 +15,7 @@ from ..client import lines, torch_internals
 from ..engine import protocol
 from ..placement import PlacementList
 from ..program.ir import Program
+from ..sharding.attention import ASKED_FOR
 from .communication import Communication, communication_of
 
 #: Forward ops whose lines are remembered for their backward.
@@ -63,9 +64,8 @@ class Recording:
             body = controller.program_bodies[number - protocol.FIRST_PROGRAM][1]
             program = self._programs[number] = msgspec.msgpack.decode(body, type=Program)
         operands = command[len(command) - program.operands :]
-        self.communication += communication_of(
-            program, operands, controller.meshes.__getitem__, name, name == "redistribute", line
-        )
+        asked_for = name == "redistribute" or program.name in ASKED_FOR
+        self.communication += communication_of(program, operands, controller.meshes.__getitem__, name, asked_for, line)
 
     def _gathered(self, name: str, specs: Any) -> None:
         """The op that is issued next is run gathered."""

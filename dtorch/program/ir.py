@@ -147,12 +147,15 @@ class ShiftStart(msgspec.Struct, frozen=True, tag="shift_start"):
     """Begin to hand a value to the next device of a ring along ``axes``; what stands before the `ShiftDone` hides the way.
 
     Shifts end in the order in which they began, and nothing else communicates before they have.
+
+    ``nbytes``: the most that a device hands on, and what all do, for reports.
     """
 
     source: int
     mesh: int
     axes: tuple[int, ...]
     dtype: str
+    nbytes: Operand
 
 
 class ShiftDone(msgspec.Struct, frozen=True, tag="shift_done"):

@@ -8,18 +8,22 @@ block travel with it, one step behind: each device adds its own as they pass, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList, encode, is_partial, is_shard
+from ..placement import REPLICATE, PlacementList, encode, is_partial, is_shard, shard
 from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
 from ..raw import dtype_name
+from .choose import Decision
+from .layout import box_shape
 from .plan import Builder, order_or_none, stride_order
 from .rearrange import is_needless
-from .sequence import Sizes, ring_place
+from .sequence import Sizes, boxes, ring_place
 from .spec import Spec, mesh_id
 
 SEQUENCE = 2
@@ -28,18 +32,31 @@ SEQUENCE = 2
 #: What an axis of this name does when it splits the sequence.
 BY_NAME = {"ulysses_cp": "ulysses", "ulysess_cp": "ulysses", "ring_cp": "ring"}
 
+#: Programs whose communication was asked for, by the name of an axis or by `dtorch.nn.SdpaOption`.
+ASKED_FOR = ("dtorch.context_parallel_attention", "dtorch.context_parallel_attention_backward")
+
 #: The numbers of a run, before its operands.
 SCALE, DROPOUT, KEY = Operand(0), Operand(1), Operand(2)
 NUMBERS = 3
 
 
+NO_RULE = Decision((), ())
+"""No rule chose where attention over a split sequence runs, and it is not gathered for that."""
+
+
 @dataclasses.dataclass(slots=True)
 class AttentionPlan:
-    """A program, its fixed operands, and the specs of what it returns."""
+    """A program, its fixed operands, and the specs of what it returns.
+
+    ``moves``: where its inputs are and where they are needed, as in `dtorch.sharding.plan.Plan`, if nobody asked for that.
+    """
 
     program: Program
     operands: list[Any]
     outputs: tuple[Spec, ...]
+    moves: tuple[tuple[Spec, Spec], ...]
+    call: None = None
+    decision: Decision = NO_RULE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +65,7 @@ class Attention:
 
     Args:
         has_dropout: its probability and key are numbers of each run.
+        asked_for: a name or an option says what each axis of the sequence does.
     """
 
     mesh: DeviceMesh
@@ -55,6 +73,24 @@ class Attention:
     sizes: Sizes
     is_causal: bool
     has_dropout: bool
+    asked_for: bool
+
+    def name(self, what: str) -> str:
+        return f"dtorch.context_parallel_{what}" if self.asked_for else f"dtorch.{what}"
+
+    def moves(self, query: Spec, key: Spec, value: Spec) -> tuple[tuple[Spec, Spec], ...]:
+        """See `AttentionPlan`. Keys and values that travel a ring are needed everywhere on it."""
+        if self.asked_for:
+            return ()
+        found = []
+        for spec in (query, key, value):
+            placements = list(spec.placements)
+            for dim, axes in enumerate((self.roles.batch, self.roles.heads, self.roles.ring)):
+                for axis in axes:
+                    travels = dim == SEQUENCE and spec is not query
+                    placements[axis] = REPLICATE if travels else shard(dim)
+            found.append((spec, spec.with_placements(PlacementList(placements))))
+        return tuple((source, target) for source, target in found if source is not target)
 
 
 def sizes_of(query: Spec, key: Spec) -> Sizes:
@@ -65,6 +101,17 @@ def splits_sequence(spec: Spec) -> bool:
     """Whether several devices share the sequence of a (…, sequence, features) tensor."""
     dim = spec.ndim - 2
     return any(is_shard(p) and p.dim == dim and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))  # type: ignore[attr-defined]
+
+
+def is_asked_for(specs: Sequence[Spec], insisted: Mapping[int, str]) -> bool:
+    """Whether each axis that splits the sequence of one of q, k and v says by its name, or is told, what to do with it."""
+    mesh = specs[0].mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return all(
+        axis in insisted or names[axis] in BY_NAME
+        for axis, size in enumerate(mesh.shape)
+        if size > 1 and any(is_shard(p := s.placements[axis]) and p.dim == SEQUENCE for s in specs)  # type: ignore[attr-defined]
+    )
 
 
 def roles_of(query: Spec, key: Spec, value: Spec, insisted: Mapping[int, str]) -> Roles:
@@ -136,8 +183,8 @@ def forward(
     for step in range(writer.ring):
         last = step == writer.ring - 1
         if not last:
-            writer.start(k, key.dtype)
-            writer.start(v, value.dtype)
+            writer.start(k, key)
+            writer.start(v, value)
         args = [Slot(q), Slot(k), Slot(v), _slot(out), _slot(lse), *options(step)]
         out, lse = writer.local("dtorch.attention_block", args, 2)
         if not last:
@@ -153,9 +200,9 @@ def forward(
         "dtorch.attention_finish", [Slot(out), Const("dtype", dtype_name(query.dtype)), list(order)], 1
     )
     outs = [writer.back(out, out_spec, "query"), writer.back(lse, lse_spec, "query")]
-    return AttentionPlan(
-        writer.builder.program("dtorch.attention", outs), writer.builder.operands, (out_spec, lse_spec)
-    )
+    program = writer.builder.program(attention.name("attention"), outs)
+    moves = attention.moves(query, key, value)
+    return AttentionPlan(program, writer.builder.operands, (out_spec, lse_spec), moves)
 
 
 def backward(
@@ -179,13 +226,14 @@ def backward(
     options = writer.options(mask is not None, keep is not None, slots[3 : 3 + scores])
     rest = [Slot(slot) for slot in slots[3 + scores :]]
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide_key, wide_value = (Spec.of(s.mesh, s.placements, s.shape, s.stride, kind) for s in (key, value))
     grad_q = grad_mask = None
     grad_k = grad_v = -1
     for step in range(writer.ring):
         last = step == writer.ring - 1
         if not last:
-            writer.start(k, key.dtype)
-            writer.start(v, value.dtype)
+            writer.start(k, key)
+            writer.start(v, value)
         args = [Slot(q), Slot(k), Slot(v), *rest, _slot(grad_q), _slot(grad_mask), wants_mask, *options(step)]
         grad_q, more_k, more_v, *of_mask = writer.local("dtorch.attention_block_backward", args, 4 if wants_mask else 3)
         grad_mask = of_mask[0] if of_mask else None
@@ -199,8 +247,8 @@ def backward(
         if not last:
             k, v = writer.done(key.dtype), writer.done(value.dtype)
         if writer.ring > 1:
-            writer.start(grad_k, kind)
-            writer.start(grad_v, kind)
+            writer.start(grad_k, wide_key)
+            writer.start(grad_v, wide_value)
     if writer.ring > 1:
         grad_k, grad_v = writer.done(kind), writer.done(kind)
     found = [(grad_q, query, "query"), (grad_k, key, "key"), (grad_v, value, "key"), (grad_mask, mask, "scores")]
@@ -215,8 +263,8 @@ def backward(
         )
         outs.append(writer.back(slot, goal, what))
         goals.append(goal)
-    program = writer.builder.program("dtorch.attention_backward", outs)
-    return AttentionPlan(program, writer.builder.operands, tuple(goals))
+    program = writer.builder.program(attention.name("attention_backward"), outs)
+    return AttentionPlan(program, writer.builder.operands, tuple(goals), attention.moves(query, key, value))
 
 
 class _Writer:
@@ -279,9 +327,18 @@ class _Writer:
         self.builder.body.append(Local(name, args, {}, list(outs)))
         return outs
 
-    def start(self, slot: int, dtype: torch.dtype) -> None:
+    def start(self, slot: int, spec: Spec) -> None:
+        """Begin to hand on a block of a tensor like keys, all of which ``spec`` is."""
         a = self.attention
-        self.builder.body.append(ShiftStart(slot, mesh_id(a.mesh), a.roles.ring, dtype_name(dtype)))
+        blocks = [
+            sum(
+                math.prod(box_shape(box))
+                for box in boxes("key", a.roles, a.is_causal, a.sizes, a.mesh.shape, place, spec.shape)
+            )
+            for place in itertools.product(*map(range, a.mesh.shape))
+        ]
+        nbytes = self.builder.operand([max(blocks) * spec.dtype.itemsize, sum(blocks) * spec.dtype.itemsize])
+        self.builder.body.append(ShiftStart(slot, mesh_id(a.mesh), a.roles.ring, dtype_name(spec.dtype), nbytes))
 
     def done(self, dtype: torch.dtype) -> int:
         a = self.attention
