@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -38,6 +39,11 @@ class Config:
                 raise ValueError(f"init(): {name} must be at least 1, got {value}")
         if not isinstance(self.worker_imports, tuple) or not all(isinstance(m, str) for m in self.worker_imports):
             raise TypeError(f"init(): worker_imports must be a list of module names, got {self.worker_imports!r}")
+        for module in self.worker_imports:
+            if not _exists(module):
+                raise ValueError(
+                    f"init(): worker_imports names {module!r}, which workers could not import: there is no such module on sys.path"
+                )
         if not isinstance(self.sync, bool):
             raise TypeError(f"init(): sync must be a bool, got {self.sync!r}")
         if self.random not in RANDOM:
@@ -61,6 +67,21 @@ def from_environment(**given: Any) -> Config:
             value = (value,) if isinstance(value, str) else tuple(value)
         values[field.name] = value
     return Config(**values)
+
+
+def _exists(module: str) -> bool:
+    """Whether a module can be found, without importing any part of it here."""
+    places = None
+    parts = module.split(".")
+    if not all(parts):
+        return False
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        specs = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        found = next((spec for spec in specs if spec is not None), None)
+        if found is None or ((places := found.submodule_search_locations) is None and end < len(parts)):
+            return False
+    return True
 
 
 def _warn_of_unknown_variables() -> None:
