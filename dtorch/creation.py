@@ -74,7 +74,7 @@ def _factory(name: str) -> Any:
             return place(values, where_to(name, values.ndim, device, device_mesh, placements), requires_grad)
         # torch itself checks the arguments and says shape and dtype; no memory is touched on the meta device.
         checked = {k: v for k, v in kwargs.items() if k != "generator"}
-        shaped = make(*args, device="meta", **checked)
+        shaped = _shaped(name, args, checked)
         where = where_to(name, shaped.ndim, device, device_mesh, placements)
         if where is not None:
             mesh, placed = where
@@ -90,6 +90,36 @@ def _factory(name: str) -> Any:
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = FACTORY_DOC.format(name=name, example=EXAMPLES[name])
     return factory
+
+
+def _shaped(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """What ``torch.<name>`` would make, without its memory."""
+    if name in (
+        "randn",
+        "randint",
+    ):  # torch's meta kernels of these are Python that imports sympy, a second or more (2.13)
+        try:
+            return _shaped_random(name, args, kwargs)
+        except (
+            TypeError,
+            RuntimeError,
+            ValueError,
+            IndexError,
+        ):  # let torch say in the factory's own name what is wrong
+            return getattr(torch, name)(*args, device="cpu", generator=torch.Generator(), **kwargs)
+    return getattr(torch, name)(*args, device="meta", **kwargs)
+
+
+def _shaped_random(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """By ``torch.rand``, which takes the arguments of ``randn``, and takes the size and dtype of ``randint``."""
+    if name == "randn":
+        return torch.rand(*args, device="meta", **kwargs)
+    size = kwargs["size"] if "size" in kwargs else args[-1]
+    if not isinstance(size, (list, tuple)):
+        raise TypeError(size)
+    empty = (args if "size" in kwargs else args[:-1], {**kwargs, "size": (0,)})
+    typed = torch.randint(*empty[0], **empty[1], device="cpu", generator=torch.Generator())
+    return torch.empty(size, dtype=typed.dtype, device="meta")
 
 
 def _check_generator(name: str, generator: Any) -> None:
@@ -113,6 +143,8 @@ def _uniform(spec: Spec, args: Any, kwargs: Any) -> Tensor:
 
 
 def _normal(spec: Spec, args: Any, kwargs: Any) -> Tensor:
+    if not spec.dtype.is_floating_point:
+        torch.randn(1, dtype=spec.dtype, device="cpu", generator=torch.Generator())
     return random_ops.generate(aten.normal_.default, [], spec)
 
 

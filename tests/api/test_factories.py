@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy
@@ -202,3 +203,43 @@ def test_default_mesh_holds_for_torchs_factories_too(mesh: dtorch.DeviceMesh) ->
         assert tensor.device_mesh == mesh
     assert type(torch.zeros(2)) is torch.Tensor
     assert dtorch.zeros(2).device_mesh == dtorch.DeviceMesh("cpu")
+
+
+@pytest.mark.parametrize("name", ["rand", "randn"])
+def test_a_dtype_without_such_random_numbers(name: str, mesh: dtorch.DeviceMesh) -> None:
+    with pytest.raises(NotImplementedError) as expected:
+        getattr(torch, name)(2, dtype=torch.int64)
+    with pytest.raises(NotImplementedError) as raised:
+        getattr(dtorch, name)(2, dtype=torch.int64, device_mesh=mesh)
+    assert str(raised.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((9, (5, 3)), {}),
+        ((9,), {"size": (5, 3)}),
+        ((), {"low": 2, "high": 9, "size": [5, 3]}),
+        ((2,), {"high": 9, "size": torch.Size([5, 3]), "dtype": torch.uint8}),
+    ],
+)
+def test_every_form_of_randint(arguments: Any, named: Any, mesh: dtorch.DeviceMesh) -> None:
+    expected = torch.randint(*arguments, **named)
+    made = dtorch.randint(*arguments, **named, device_mesh=mesh).to_torch()
+    assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
+    assert 0 <= int(made.min()) <= int(made.max()) < 9
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("randint", (0, 9, 2)), ("randint", ()), ("randint", (9, 0, (2,))), ("randn", (-1,)), ("randn", ("a",))],
+)
+def test_a_wrong_call_of_a_random_factory_is_told_in_its_own_name(
+    name: str, arguments: Any, mesh: dtorch.DeviceMesh
+) -> None:
+    with pytest.raises((TypeError, RuntimeError)) as expected:
+        getattr(torch, name)(*arguments)
+    state = torch.get_rng_state()
+    with pytest.raises(type(expected.value), match=re.escape(str(expected.value).split("(")[0])):
+        getattr(dtorch, name)(*arguments, device_mesh=mesh)
+    assert torch.equal(torch.get_rng_state(), state)
