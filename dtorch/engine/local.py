@@ -332,6 +332,12 @@ class LocalEngine:
         self._staging = None  # its memory goes with it, unless the caller still has some of it
         os.close(self._wake)
         os.close(self._fd)
+        # The controller holds this engine: without the way back both go at once, and the shared memory with them, not at some collection.
+        self._on_event = self._on_lost = _nobody
+
+
+def _nobody(_: object) -> None:
+    """Who is told of events when there is no controller any more."""
 
 
 class _Forked(DTorchError):

@@ -48,3 +48,19 @@ def test_a_full_dev_shm_does_not_matter() -> None:
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("cannot mount another /dev/shm here")
     assert succeeds("open('/dev/shm/full', 'w').write('x' * 4096)\n" + CODE, under=mount) == "2097152.0\n"
+
+
+def test_the_shared_memory_goes_with_the_cluster_and_needs_no_collection() -> None:
+    code = """
+import gc
+gc.disable()
+def held():
+    opened = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("memfd" in os.readlink(fd) for fd in opened if os.path.lexists(fd))
+for _ in range(3):
+    dtorch.ones(1 << 20, device_mesh=mesh, placements=shard).to_torch()
+    dtorch.shutdown()
+    say(held())
+    dtorch.init()
+"""
+    assert succeeds(code) == "0\n0\n0\n"
