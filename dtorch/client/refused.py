@@ -1,7 +1,7 @@
 """What a tensor without memory in this process refuses, and what to use instead.
 
 Left to torch, some of these crash the process (``share_memory_``, a null pointer in a dlpack capsule, ``torch.export``) and some answer
-wrongly (``storage_offset``).
+wrongly (``storage_offset`` of a view).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from . import torch_internals
 NEEDS_MEMORY = {
     "data_ptr": "use x.to_torch() or x.local_shards()",
     "storage": "use x.to_torch() or x.local_shards()",
-    "storage_offset": "a view's place in its base is not known here; index the base instead",
     "is_set_to": "compare x.to_torch() and y.to_torch(), or the objects with `is`",
     "share_memory_": "other processes get its values by pickle, or as x.to_torch().share_memory_()",
     "pin_memory": "its values are on the workers already; pin the plain tensor it is made of",
@@ -33,6 +32,7 @@ def install(cls: type[torch.Tensor]) -> None:
     """Have ``cls`` refuse."""
     for name, advice in NEEDS_MEMORY.items():
         setattr(cls, name, _refusal(name, advice))
+    cls.storage_offset = _storage_offset  # type: ignore[method-assign, assignment]
     cls.__tensor_flatten__ = property(_refuse_tracing)  # type: ignore[attr-defined]
     torch_internals.refuse_dlpack(cls)
 
@@ -45,6 +45,15 @@ def _refusal(name: str, advice: str) -> Any:
 
     refuse.__name__ = name
     return refuse
+
+
+def _storage_offset(self: Any) -> int:
+    """0 for a tensor that fills its storage; where a view lies in its base is not known here."""
+    if self._spec is None and self._host is not None:
+        return self._host.plain.storage_offset()
+    if self.untyped_storage().nbytes() == self.nbytes:
+        return 0
+    return _refusal("storage_offset", "a view's place in its base is not known here; index the base instead")(self)
 
 
 def _refuse_tracing(self: Any) -> Any:

@@ -171,6 +171,16 @@ def is_tracing() -> bool:
     return False
 
 
+def is_in_legacy_save() -> bool:
+    """Whether ``torch.save`` is pickling in its format of before 1.6, whose storages are filled after unpickling."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.serialization._legacy_save.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """torch's own ``tensor.data = source``: size, stride, dtype and version of the handle; not what it refers to."""
     torch._C.TensorBase.data.__set__(tensor, source)

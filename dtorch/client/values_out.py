@@ -10,7 +10,7 @@ from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, decode, encode, is_partial
 from ..tensor import Tensor
-from . import aliasing, host, redistribute, runtime
+from . import aliasing, host, redistribute, runtime, torch_internals
 from .random_ops import settled
 
 
@@ -92,6 +92,11 @@ def attributes(tensor: Tensor) -> dict[str, Any]:
 
 def reduce(tensor: Tensor) -> Any:
     """Pickle: the whole values, the mesh and the placements; pending sums are completed."""
+    if torch_internals.is_in_legacy_save():
+        raise RuntimeError(
+            "torch.save(..., _use_new_zipfile_serialization=False): that format brings values only after the tensors were made of them, so "
+            "dtorch tensors would be of uninitialised memory; leave the argument out, or save x.to_torch()"
+        )
     placements = PlacementList(REPLICATE if is_partial(p) else p for p in tensor.placements)
     mesh = tensor.device_mesh
     where = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "to_dlpack": (torch.utils.dlpack.to_dlpack, r"x\.to_torch\(\)"),
     "data_ptr": (lambda x: x.data_ptr(), r"x\.to_torch\(\)"),
     "storage": (lambda x: x.storage(), r"x\.to_torch\(\)"),
-    "storage_offset": (lambda x: x.storage_offset(), "index the base"),
+    "storage_offset of a view": (lambda x: x[1:].storage_offset(), "index the base"),
+    "save in torch's old format": (
+        lambda x: torch.save({"x": [x]}, io.BytesIO(), _use_new_zipfile_serialization=False),
+        "uninitialised memory",
+    ),
     "share_memory_": (lambda x: x.share_memory_(), "pickle"),
     "pin_memory": (lambda x: x.pin_memory(), "workers already"),
     "is_set_to": (lambda x: x.is_set_to(x), "compare"),
@@ -64,3 +69,9 @@ def test_tracing_by_jit_and_fx_works() -> None:
     ours = dtorch.distribute_tensor(x, dtorch.DeviceMesh("cpu", [0, 1]), [dtorch.Shard(0)])
     assert torch.equal(torch.jit.trace(lambda a: a.relu() + 1, (ours,))(ours).to_torch(), x.relu() + 1)
     assert torch.equal(torch.fx.symbolic_trace(torch.nn.ReLU())(ours).to_torch(), x.relu())
+
+
+def test_where_a_tensor_begins_in_its_storage() -> None:
+    x = place(torch.ones(4, 6), "first")
+    assert (x.storage_offset(), x.t().storage_offset(), (x + x).storage_offset()) == (0, 0, 0)
+    assert torch.zeros(4, 6, device=x.device)[1:, 2:].storage_offset() == 8
