@@ -197,7 +197,9 @@ def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = 
         flat = root.joined
         if flat.dtype != plain.dtype:
             flat = torch.ops.aten.view.dtype(flat, plain.dtype)
-        view = torch.ops.aten.as_strided.default(flat, list(plain.shape), list(plain.stride()), plain.storage_offset())
+        view = torch.ops.aten.as_strided.default(
+            flat, list(plain.shape), list(plain.stride()), plain.storage_offset() if plain.numel() else 0
+        )
     tensor._value = view._value
     tensor._spec = view._spec
     tensor._host = None

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import DeviceUnavailable
+from ..sharding import checks
 from ..sharding.plan import stride_order
+from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import attention, host, packed, random_ops, redistribute, torch_internals
 
@@ -246,7 +248,11 @@ IN_PLACE_VIEWS = {
 
 
 def run_in_place_view(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    view = IN_PLACE_VIEWS[info.op](*args, **kwargs)
+    try:
+        view = IN_PLACE_VIEWS[info.op](*args, **kwargs)
+    except (RuntimeError, IndexError):  # say the op's own name
+        info.op(torch.empty_strided(args[0].shape, args[0].stride(), device="cpu"), *args[1:], **kwargs)
+        raise
     rebind(args[0], view)
     return args[0]
 
@@ -268,13 +274,40 @@ def run_out(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     functional = _functional(info)
     if functional is None:
         return NotImplemented
-    result = functional(*args, **{name: value for name, value in kwargs.items() if name not in outs})
+    given = {name: value for name, value in kwargs.items() if name not in outs}
+    _check_out(info, args, given, outs)
+    result = functional(*args, **given)
+    inputs = tensors_in((args, given))
     for out, value in zip(flat, [result] if isinstance(result, torch.Tensor) else list(result), strict=True):
+        if out.shape != value.shape and torch.Tag.pointwise in info.op.tags and any(out is t for t in inputs):
+            raise RuntimeError(
+                f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(value.shape)}"
+            )
         _store(info, out, value)
     if info.structure == "none":
         return None
     values = list(outs.values())
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def _check_out(info: Any, args: Any, kwargs: dict[str, Any], outs: dict[str, Any]) -> None:
+    """Raise what torch's kernel says of the dtype of a destination."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorArg(0, tuple(value.shape), value.stride(), value.dtype)
+        return [described(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def empty(value: Any) -> Any:  # which any result may resize
+        return (
+            [empty(item) for item in value]
+            if isinstance(value, (list, tuple))
+            else TensorArg(0, (0,), (1,), value.dtype)
+        )
+
+    destinations = {name: empty(value) for name, value in outs.items()}
+    named = {name: described(value) for name, value in kwargs.items()}
+    checks.check(info.op, [described(a) for a in args], {**named, **destinations})
 
 
 def _store(info: Any, out: Any, value: Any) -> None:
@@ -289,6 +322,8 @@ def _store(info: Any, out: Any, value: Any) -> None:
     if out.shape == value.shape:
         aten.copy_.default(out, value)
         return
+    if type(value) is not Tensor:  # of plain inputs
+        value = host.from_plain(value, out.device_mesh)
     value = value.to(out.dtype)
     if out._spec is not None and value.device_mesh == out._spec.mesh and value.ndim == len(out._spec.shape):
         value = value.redistribute(out._spec.mesh, out._spec.placements)

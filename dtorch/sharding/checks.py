@@ -29,8 +29,8 @@ def check(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         args, kwargs: the call's, with an object that has ``shape``, ``stride`` and ``dtype`` attributes for each tensor.
     """
     suspect = SUSPECTS.get(op)
-    if suspect is not None and suspect(args, kwargs) and shapes._elements(tuple(args)) <= shapes.REPEATED:
-        shapes.by_kernel(op, args, kwargs)
+    if ((suspect is not None and suspect(args, kwargs)) or _overlaps(op, args)) and _is_repeatable(args):
+        _run(op, args, kwargs, 0, small=False)
     fill = _FILLS.get(op)
     if fill is None:
         fill = _FILLS[op] = _fill_of(op)
@@ -39,11 +39,35 @@ def check(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     key = (op, *map(_key, args), *kwargs, *map(_key, kwargs.values()))
     if key in _PASSED:
         return
-    with torch.no_grad():
-        op(*[_small(a, fill) for a in args], **{name: _small(value, fill) for name, value in kwargs.items()})
+    try:
+        _run(op, args, kwargs, fill, small=True)
+    except Exception:
+        if _is_repeatable(args):
+            _run(op, args, kwargs, fill, small=False)  # the same refusal, with the true sizes in its words
+        raise
     if len(_PASSED) >= REMEMBERED:
         _PASSED.clear()
     _PASSED.add(key)
+
+
+def _is_repeatable(args: Sequence[Any]) -> bool:
+    return shapes._elements(tuple(args)) <= shapes.REPEATED
+
+
+def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fill: int, small: bool) -> None:
+    with torch.no_grad():
+        op(
+            *[_stand_in(a, fill, small) for a in args],
+            **{name: _stand_in(value, fill, small) for name, value in kwargs.items()},
+        )
+
+
+def _overlaps(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an in-place op's target has several elements in one place, as after ``expand``."""
+    if torch.Tag.inplace not in op.tags:
+        return False
+    target = args[0]
+    return hasattr(target, "stride") and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride, strict=True))
 
 
 def _key(value: Any) -> Any:
@@ -55,12 +79,15 @@ def _key(value: Any) -> Any:
     return type(value) if isinstance(value, (float, complex)) else (type(value), value)
 
 
-def _small(value: Any, fill: int) -> Any:
-    """A stand-in of at most two elements a dim, which keeps what broadcasts, matches or is empty as it is."""
+def _stand_in(value: Any, fill: int, small: bool) -> Any:
+    """A tensor in place of a `TensorArg`; a small one has at most two elements a dim, which keeps what broadcasts, matches or is empty."""
     if hasattr(value, "stride"):
-        return torch.full([n if n < 2 else 2 for n in value.shape], fill, dtype=value.dtype, device="cpu")
+        if small:
+            return torch.full([min(n, 2) for n in value.shape], fill, dtype=value.dtype, device="cpu")
+        reach = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride, strict=True) if n)
+        return torch.full((reach,), fill, dtype=value.dtype, device="cpu").as_strided(value.shape, value.stride)
     if type(value) in (list, tuple):
-        return [_small(item, fill) for item in value]
+        return [_stand_in(item, fill, small) for item in value]
     return torch.device("cpu") if type(value) is torch.device else value
 
 
@@ -75,7 +102,8 @@ ANY_SIZE = frozenset(
         aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.embedding.default,
         aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_select.default,
         aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.complex.default, aten.polar.default, aten.nonzero.default,
-        aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+        aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.mode.default, aten._cdist_forward.default,
+        aten.median.default, aten.nanmedian.default, aten.nanmedian.dim, aten.trace.default, aten._unique2.default, aten.bincount.default,
     }
 )  # fmt: skip
 
@@ -87,11 +115,19 @@ _FILLS: dict[Any, int] = {}
 
 def _fill_of(op: Any) -> int:
     """The value of an op's small stand-ins; -1 for an op that is not run on them."""
+    if torch.Tag.inplace in op.tags:  # the tags of its functional form say more
+        op = _functional(op) or op
     if op in ANY_SIZE:
         return 0
     if torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten" or op.overloadpacket in WARN:
         return -1
     return 1 if torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags else -1  # 1: no integer division by 0
+
+
+def _functional(op: Any) -> Any:
+    """``aten.eq.Tensor`` of ``aten.eq_.Tensor``; None if there is none."""
+    packet = getattr(aten, op._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    return getattr(packet, op._schema.overload_name or "default", None)
 
 
 def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -114,10 +150,39 @@ def _masks(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return False
 
 
+def _written_by_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a mask is unlike the dims it is for, or the values are of another dtype or shape than the place they go to."""
+    if _masks(args, kwargs):
+        return True
+    target, indices, values = args[:3]
+    if values.dtype != target.dtype:
+        return True
+    if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return False  # only the values say how many places there are
+    at = [dim for dim, index in enumerate(indices) if index is not None]
+    together = list(torch.broadcast_shapes(*[tuple(index.shape) for index in indices if index is not None]))
+    rest = [n for dim, n in enumerate(target.shape) if dim not in at]
+    before = at[0] if at and at == list(range(at[0], at[-1] + 1)) else 0
+    place = rest[:before] + together + rest[before:]
+    shape = tuple(values.shape)
+    return len(shape) > len(place) or any(n not in (1, p) for n, p in zip(reversed(shape), reversed(place)))  # noqa: B905 - from the last
+
+
+def _not_floating(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return not (args[0].dtype.is_floating_point or args[0].dtype.is_complex)
+
+
+def _lengths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the lengths of a CTC loss are no integers."""
+    return any(t.dtype.is_floating_point for t in args[2:4])
+
+
 #: Op → whether its arguments look as if they do not fit.
 SUSPECTS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
     aten.convolution.default: _convolution,
     aten.index.Tensor: _masks,
-    aten.index_put.default: _masks,
-    aten.index_put_.default: _masks,
+    aten.index_put.default: _written_by_index,
+    aten.index_put_.default: _written_by_index,
+    aten._ctc_loss.Tensor: _lengths,
+    **{op.correction: _not_floating for op in WARN},
 }

@@ -317,5 +317,23 @@ def test_plain_destinations_are_filled_or_refused(layout: str) -> None:
             call()
 
 
+@every_layout
+def test_views_without_elements_join_too(layout: str) -> None:
+    x = place(X, layout)
+    u = torch.zeros(3, 0, device=x.device)
+    v = u[2]
+    compare((x[:, :0] @ v, u + 1, v), (X[:, :0] @ torch.zeros(0), torch.zeros(3, 0), torch.zeros(0)))
+
+
+@every_layout
+def test_results_of_plain_tensors_go_to_placed_destinations(layout: str) -> None:
+    x, plain = place(X, layout), torch.arange(6.0)
+    torch.add(plain, 1, out=x[0])
+    torch.eq(plain[:3], plain[:3], out=(empty := x.new_empty(0)))
+    expected = X.clone()
+    expected[0] = plain + 1
+    compare((x, empty), (expected, torch.ones(3)))
+
+
 def test_layouts_cover_what_the_promise_says() -> None:
     assert {"first", "last", "replicated", "partial", "uneven", "grid"} == set(LAYOUTS)
