@@ -10,7 +10,10 @@ class WorkerLost(DTorchError):
 
 
 class RemoteError(DTorchError):
-    """An operation failed on a worker; the message names the op, shapes, coordinates and the user's line."""
+    """An operation failed on a worker; the message names the op, shapes, coordinates and the user's line.
+
+    It is also an instance of what torch raises for it on one device (``IndexError``, ``ValueError``, ``torch.linalg.LinAlgError``, …).
+    """
 
 
 class MeshMismatch(DTorchError, ValueError):

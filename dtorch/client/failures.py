@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
+import functools
 import re
 from typing import Any
+
+import torch
 
 from ..errors import DTorchError, RemoteError
 from .replies import Waiting
@@ -14,6 +18,17 @@ KEPT = 1000
 
 #: What a worker says of a value that it does not have.
 _ABSENT = re.compile(r"value (\d+) is not in the store")
+
+
+@functools.cache
+def remote(kind: str) -> type[RemoteError]:
+    """`RemoteError`, and what torch raises on one device too, so that ``except IndexError`` in ported code still catches."""
+    raised = getattr(builtins, kind, None) or {"LinAlgError": torch.linalg.LinAlgError}.get(kind)
+    if not (isinstance(raised, type) and issubclass(raised, Exception)) or issubclass(RemoteError, raised):
+        return RemoteError
+    return type(
+        "RemoteError", (RemoteError, raised), {"__module__": RemoteError.__module__, "__doc__": RemoteError.__doc__}
+    )
 
 
 class Failure:
@@ -32,7 +47,7 @@ class Failure:
             "" if self.coordinate is None else f", mesh coordinate {tuple(self.coordinate)}"
         )
         shapes = "" if not self.shapes else f"\n  local shapes: {', '.join(str(tuple(s)) for s in self.shapes)}"
-        return RemoteError(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
+        return remote(self.kind)(f"{self.kind}: {self.message}\n  on {where}{shapes}\n{self.line}")
 
 
 class Failures:

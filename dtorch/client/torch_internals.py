@@ -114,13 +114,13 @@ def set_data_by(cls: type, become: Callable[[torch.Tensor, Any], None]) -> None:
     """
     getset = torch._C.TensorBase.data
 
-    def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    def assign(tensor: torch.Tensor, source: torch.Tensor) -> None:
         if isinstance(source, cls):
             become(tensor, source)
         else:
-            getset.__set__(tensor, source)
+            set_data(tensor, source)
 
-    torch.Tensor.data = property(getset.__get__, set_data)  # type: ignore[assignment]
+    torch.Tensor.data = property(getset.__get__, assign)  # type: ignore[assignment]
 
 
 def read_lists_of(plain_data: Callable[[Any], Any]) -> None:
@@ -182,8 +182,12 @@ def is_in_legacy_save() -> bool:
 
 
 def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """torch's own ``tensor.data = source``: size, stride, dtype and version of the handle; not what it refers to."""
-    torch._C.TensorBase.data.__set__(tensor, source)
+    """torch's own ``tensor.data = source``: size, stride, dtype and version of the handle; not what it refers to.
+
+    Under a function mode (``torch.device``, our `default_mesh`) torch's setter calls the property of the class, which is ours, anew.
+    """
+    with torch._C.DisableTorchFunction():
+        torch._C.TensorBase.data.__set__(tensor, source)
 
 
 def format_values(plain: torch.Tensor, indent: int) -> str:

@@ -426,3 +426,11 @@ def foreach_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
     if math.isinf(order) and any(0 in t.shape for t in tensors):
         return None
     return tuple([((), (), t.dtype) for t in tensors])
+
+
+@formula(aten.normal.Tensor_Tensor)
+def normal(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
+    """The kernel makes the mean's dtype; the meta kernel promotes (2.13)."""
+    mean, std = args[:2]
+    shape = broadcast([mean.shape, std.shape])
+    return REFUSED if shape is None else ((shape, contiguous_stride(shape), mean.dtype),)

@@ -115,12 +115,14 @@ def _standard_normal(raw: np.ndarray, wide: bool) -> np.ndarray:
 
 
 def _tensor(here: Here, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device=here.device, dtype=dtype)
+    return (
+        torch.from_numpy(np.ascontiguousarray(values)).to(device=here.device, dtype=dtype).reshape(here.output_shape())
+    )
 
 
 def _words(here: Here, key: int) -> np.ndarray:
-    """One word for each of this device's elements."""
-    return words(key, here.outputs[0][1], here.output_box()).reshape(here.output_shape())
+    """One word for each of this device's elements; of a 0-d tensor an array of one, for numpy makes a 0-d array a number."""
+    return words(key, here.outputs[0][1], here.output_box()).reshape(here.output_shape() or (1,))
 
 
 # Device functions. Each takes the key first and the dtype last and makes output 0's part.
@@ -174,7 +176,7 @@ def log_normal(here: Here, key: int, mean: float, std: float, dtype: torch.dtype
 @device_function("dtorch.bernoulli")
 def bernoulli(here: Here, key: int, p: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """1 with probability ``p``: a number, or this device's part of a tensor of probabilities."""
-    unit = torch.from_numpy(_uniform(_words(here, key), 53)).to(here.device)
+    unit = _tensor(here, _uniform(_words(here, key), 53), torch.float64)
     return (unit < (p.double() if isinstance(p, torch.Tensor) else p)).to(dtype)
 
 

@@ -16,6 +16,7 @@ from .same import compare, every_engine, every_layout, place
 
 pytestmark = every_engine
 
+MESH = dtorch.DeviceMesh("cpu", [0, 1])
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 
 
@@ -141,3 +142,33 @@ def test_plain_data_works_as_before() -> None:
     p.data.add_(1)
     assert torch.equal(p.detach(), X * 2 + 1)
     assert torch.equal(torch.compile(lambda a: a.data + 1, backend="eager")(p), X * 2 + 2)
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    """A function mode that changes nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Mode, lambda: dtorch.default_mesh(MESH), lambda: torch.device("cpu")])
+def test_data_under_a_function_mode(mode: object) -> None:
+    """torch hands the setter of ``.data`` to a mode by name: `default_mesh` and ``torch.device`` are such modes."""
+    with mode():  # type: ignore[operator]
+        model = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3))
+        dtorch.distribute_module(model, MESH, {})
+        plain, w = torch.zeros(2), torch.nn.Parameter(place(X, "first"))
+        plain.data = torch.ones(2)
+        w.data = w.data * 2
+        assert model.to("cpu").double().cpu()(dtorch.ones(1, 3, dtype=torch.float64, device_mesh=MESH)).shape == (1, 3)
+        assert model.parametrizations.weight.original.dtype == torch.float64
+    torch.testing.assert_close(w.detach().to_torch(), X * 2)
+    assert plain.sum() == 2
+
+
+def test_a_data_loader_within_default_mesh() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8.0).reshape(8, 1))
+    with dtorch.default_mesh(MESH):
+        for keywords in ({}, {"shuffle": True}, {"num_workers": 1}):
+            batches = [x for (x,) in torch.utils.data.DataLoader(data, 4, **keywords)]
+            assert sorted(torch.cat(batches).flatten().tolist()) == list(range(8))

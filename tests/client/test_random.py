@@ -114,3 +114,22 @@ def test_checkpointed_dropout_draws_the_same_again(layout: str, reentrant: bool)
     checkpoint(f, w, use_reentrant=reentrant).sum().backward()
     assert len(kept) == 2
     assert torch.equal(*kept)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64], ids=str)
+def test_every_draw_of_one_element_or_none(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A draw that torch makes of such a tensor has the same shape and dtype here."""
+    x, p = torch.ones(shape, dtype=dtype), torch.full(shape, 0.5)
+    mesh = dtorch.DeviceMesh("cpu", [0, 1])
+    for name, draw in DRAWS.items():
+        try:
+            plain = draw(x.clone(), p)
+        except (RuntimeError, IndexError, ValueError):
+            continue
+        if name == "normal of a mean" and dtype == torch.int64:
+            continue  # torch looks at the dtype only where there is something to draw
+        ours = draw(dtorch.from_torch(x, mesh), dtorch.from_torch(p, mesh))
+        one, other = (r[0] if isinstance(r, tuple) else r for r in (plain, ours))
+        assert (other.to_torch().shape, other.dtype) == (one.shape, one.dtype), name
