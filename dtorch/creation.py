@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,7 +150,7 @@ def _normal(spec: Spec, args: Any, kwargs: Any) -> Tensor:
 
 
 def _integers(spec: Spec, args: Any, kwargs: Any) -> Tensor:
-    bounds = [a for a in args if isinstance(a, int)]
+    bounds = [int(a) for a in args if isinstance(a, numbers.Integral)]
     low, high = kwargs.get("low", 0), kwargs.get("high")
     if len(bounds) == 2:
         low, high = bounds

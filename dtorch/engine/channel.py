@@ -32,6 +32,13 @@ def _open(context: zmq.Context, kind: int) -> zmq.Socket:
     return opened
 
 
+def _number(value: object) -> object:
+    """The Python number that a numpy scalar is: torch takes those as numbers, msgpack does not."""
+    if type(value).__module__ == "numpy":
+        return value.item()  # type: ignore[attr-defined]
+    raise TypeError(f"a command cannot hold a {type(value).__name__}")
+
+
 class ClientChannel:
     """The client's end.
 
@@ -41,7 +48,7 @@ class ClientChannel:
 
     def __init__(self, address: str, scheme: str = "ipc") -> None:
         commands, events = _endpoints(scheme, address)
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_number).encode
         self._context = zmq.Context()
         self._commands = _open(self._context, zmq.XPUB)
         self._commands.set(zmq.XPUB_VERBOSE, 1)  # tell of every subscription, not only of the first

@@ -219,6 +219,7 @@ def test_a_dtype_without_such_random_numbers(name: str, mesh: dtorch.DeviceMesh)
     [
         ((9, (5, 3)), {}),
         ((9,), {"size": (5, 3)}),
+        ((numpy.int64(9), (5, 3)), {}),
         ((), {"low": 2, "high": 9, "size": [5, 3]}),
         ((2,), {"high": 9, "size": torch.Size([5, 3]), "dtype": torch.uint8}),
     ],
@@ -243,3 +244,14 @@ def test_a_wrong_call_of_a_random_factory_is_told_in_its_own_name(
     with pytest.raises(type(expected.value), match=re.escape(str(expected.value).split("(")[0])):
         getattr(dtorch, name)(*arguments, device_mesh=mesh)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "number", [numpy.int64(3), numpy.float32(1.5), numpy.bool_(True)], ids=lambda n: type(n).__name__
+)
+def test_numpy_scalars_are_numbers(number: Any, mesh: dtorch.DeviceMesh) -> None:
+    expected = torch.full((2,), number)
+    made = dtorch.full((2,), number, device_mesh=mesh)
+    assert made.dtype == expected.dtype
+    assert torch.equal(made.to_torch(), expected)
+    assert torch.equal((made * number).to_torch(), expected * number)
