@@ -8,6 +8,7 @@ sequence, and what is not legal, goes to torch's own form, which composes it of 
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
 from typing import Any
 
@@ -27,8 +28,6 @@ OP = aten.scaled_dot_product_attention.default
 
 #: Axis names of the innermost `dtorch.nn.SdpaOption`, each with what it insists on.
 insisted: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("dtorch_sdpa_option", default={})  # noqa: B039
-
-_PLANS: dict[tuple, tuple[int, AttentionPlan]] = {}
 
 
 def scaled_dot_product_attention(
@@ -102,6 +101,8 @@ def _attend(
     leading = query.shape[:-3]
     scores = (*query.shape[:-1], key.shape[-2])
     fused = _is_fused(query, value, mask, dropout)
+    given = [t for t in (query, key, value, mask) if t is not None]
+    saves = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if query.ndim > 4 and mask is not None and any(n != 1 for n in mask.shape[:-3]):
         mask = mask.expand(*leading, *mask.shape[-3:]).flatten(0, -4)
     elif mask is not None:
@@ -115,7 +116,7 @@ def _attend(
     elif dropout:
         number = random_ops.draw_key()
     numbers = (scale, dropout, number)
-    out = _Attention.apply(query, key, value, mask, keep, is_causal, fused, numbers, insisted.get())
+    out = _Attention.apply(query, key, value, mask, keep, is_causal, fused, saves, numbers, insisted.get())
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
 
@@ -139,6 +140,7 @@ class _Attention(torch.autograd.Function):
         keep: Any,
         is_causal: bool,
         fused: bool,
+        saves: bool,
         numbers: tuple[float, float, int],
         option: dict[str, str],
     ) -> Any:
@@ -153,8 +155,9 @@ class _Attention(torch.autograd.Function):
         key_of_plan = (specs, mask is not None, keep is not None, is_causal, bool(numbers[1]), axes, fused)
         ctx.key = key_of_plan
         ctx.numbers = numbers
-        out, lse = _run(key_of_plan, _forward_plan, tensors, numbers)
-        ctx.save_for_backward(*tensors, out, lse)
+        out, *lse = _run(_forward_plan, (*key_of_plan, saves), tensors, numbers)
+        if saves:
+            ctx.save_for_backward(*tensors, out, *lse)
         return out
 
     @staticmethod
@@ -165,8 +168,8 @@ class _Attention(torch.autograd.Function):
             grad = _placed(grad, out._spec.mesh)
         wants_mask = ctx.needs_input_grad[3]
         key = (*ctx.key, out._spec, lse._spec, grad._spec, wants_mask)
-        found = _run(key, _backward_plan, [*tensors, out, lse, grad], ctx.numbers)
-        return (*found[:3], found[3] if wants_mask else None, *[None] * 5)
+        found = _run(_backward_plan, key, [*tensors, out, lse, grad], ctx.numbers)
+        return (*found[:3], found[3] if wants_mask else None, *[None] * 6)
 
 
 def _placed(tensor: Any, mesh: Any) -> Any:
@@ -189,12 +192,19 @@ def _optional(specs: tuple[Spec, ...], has_mask: bool, has_keep: bool) -> tuple[
 
 
 def _forward_plan(
-    specs: tuple[Spec, ...], has_mask: bool, has_keep: bool, is_causal: bool, dropout: bool, axes: Any, fused: bool
+    specs: tuple[Spec, ...],
+    has_mask: bool,
+    has_keep: bool,
+    is_causal: bool,
+    dropout: bool,
+    axes: Any,
+    fused: bool,
+    saves: bool,
 ) -> AttentionPlan:
     attention = _attention(specs, is_causal, dropout, axes)
     # torch's fused kernel lays the output out as query is, its composed form does not.
     order = stride_order(tuple(specs[0].shape), specs[0].stride) if fused else [0, 1, 2, 3]
-    return planning.forward(attention, *specs[:3], *_optional(specs, has_mask, has_keep), order)
+    return planning.forward(attention, *specs[:3], *_optional(specs, has_mask, has_keep), order, saves)
 
 
 def _backward_plan(
@@ -215,24 +225,29 @@ def _backward_plan(
     return planning.backward(attention, *specs[:3], *optional, out, lse, grad, wants_mask)
 
 
-def _run(key: tuple, make: Any, tensors: list[Any], numbers: tuple[float, float, int]) -> list[Tensor]:
+@functools.lru_cache(maxsize=1024)
+def _planned(make: Any, key: tuple) -> tuple[int, AttentionPlan]:
+    """A plan and the number of its program, which the workers know."""
+    controller = runtime.controller()
+    plan = make(*key)
+    controller.mesh(plan.outputs[0].mesh)
+    with controller.lock:
+        return controller.define(plan.program), plan
+
+
+def _run(make: Any, key: tuple, tensors: list[Any], numbers: tuple[float, float, int]) -> list[Tensor]:
     from . import dispatch
 
     controller = runtime.controller()
-    found = _PLANS.get(key)
     for tensor in tensors:
         if tensor._value.id < controller.floor:
             raise controller.foreign()
-    if found is None:
-        plan = make(*key)
-        controller.mesh(plan.outputs[0].mesh)
-        with controller.lock:
-            found = _PLANS[key] = (controller.define(plan.program), plan)
-    if found[1].moves:
+    program, plan = _planned(make, key)
+    if plan.moves:
         for look in dispatch.before_moves:
-            look("scaled_dot_product_attention", found[1], [t._spec for t in tensors])
-    results = _issue(controller, *found, tensors, numbers)
-    controller.bytes_ahead += sum(spec.nbytes for spec in found[1].outputs) // len(found[1].outputs[0].mesh.device_ids)
+            look("scaled_dot_product_attention", plan, [t._spec for t in tensors])
+    results = _issue(controller, program, plan, tensors, numbers)
+    controller.bytes_ahead += sum(spec.nbytes for spec in plan.outputs) // len(plan.outputs[0].mesh.device_ids)
     controller.pressure()
     if controller.sync:
         controller.synchronize()
@@ -253,4 +268,4 @@ def _issue(controller: Any, program: int, plan: AttentionPlan, tensors: list[Any
         return [dispatch.wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]
 
 
-runtime.on_close.append(_PLANS.clear)
+runtime.on_close.append(_planned.cache_clear)

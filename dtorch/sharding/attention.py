@@ -167,13 +167,21 @@ def settled(spec: Spec) -> Spec:
 
 
 def forward(
-    attention: Attention, query: Spec, key: Spec, value: Spec, mask: Spec | None, keep: Spec | None, order: list[int]
+    attention: Attention,
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    mask: Spec | None,
+    keep: Spec | None,
+    order: list[int],
+    wants_lse: bool,
 ) -> AttentionPlan:
-    """The program of ``(query, key, value, mask?, keep?) -> (out, lse)``.
+    """The program of ``(query, key, value, mask?, keep?) -> (out, lse?)``.
 
     Args:
         keep: spec of a boolean tensor of all scores that says which ones dropout keeps; None: they are drawn from the run's key.
         order: the output's dims from the largest stride to the smallest.
+        wants_lse: return the log-sum-exp, which `backward` needs.
     """
     specs = [query, key, value, *(s for s in (mask, keep) if s is not None)]
     writer = _Writer(attention, len(specs))
@@ -199,10 +207,12 @@ def forward(
     (out,) = writer.local(
         "dtorch.attention_finish", [Slot(out), Const("dtype", dtype_name(query.dtype)), list(order)], 1
     )
-    outs = [writer.back(out, out_spec, "query"), writer.back(lse, lse_spec, "query")]
+    outs = [writer.back(out, out_spec, "query")]
+    if wants_lse:
+        outs.append(writer.back(lse, lse_spec, "query"))
     program = writer.builder.program(attention.name("attention"), outs)
     moves = attention.moves(query, key, value)
-    return AttentionPlan(program, writer.builder.operands, (out_spec, lse_spec), moves)
+    return AttentionPlan(program, writer.builder.operands, (out_spec, lse_spec)[: len(outs)], moves)
 
 
 def backward(

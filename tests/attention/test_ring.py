@@ -28,7 +28,7 @@ def plans(n: int, is_causal: bool, dtype: torch.dtype = torch.float32) -> tuple[
     lse = Spec.of(mesh, placements, (2, 4, 8 * n), None, torch.float32)
     attention = planning.Attention(mesh, RING, planning.sizes_of(x, x), is_causal, False, True)
     return (
-        planning.forward(attention, x, x, x, None, None, [0, 1, 2, 3]),
+        planning.forward(attention, x, x, x, None, None, [0, 1, 2, 3], True),
         planning.backward(attention, x, x, x, None, None, x, lse, x, False),
     )
 
