@@ -17,7 +17,7 @@ from typing import Any as _Any  # noqa: E402
 
 import torch as _torch  # noqa: E402
 
-from . import errors, io  # noqa: E402
+from . import errors, integrations, io  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
@@ -103,6 +103,7 @@ __all__ = [
     "hann_window",
     "init",
     "init_device_mesh",
+    "integrations",
     "io",
     "is_initialized",
     "kaiser_window",

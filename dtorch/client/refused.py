@@ -14,7 +14,7 @@ from . import torch_internals
 
 NEEDS_MEMORY = {
     "data_ptr": "use x.to_torch() or x.local_shards()",
-    "storage": "use x.to_torch() or x.local_shards()",
+    "storage": "use x.to_torch() or x.local_shards(); dtorch.io.save writes safetensors",
     "is_set_to": "compare x.to_torch() and y.to_torch(), or the objects with `is`",
     "share_memory_": "other processes get its values by pickle, or as x.to_torch().share_memory_()",
     "pin_memory": "its values are on the workers already; pin the plain tensor it is made of",

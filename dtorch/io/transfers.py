@@ -115,18 +115,24 @@ def read(pairs: Sequence[tuple[torch.Tensor, Entry]], progress: bool) -> Moved:
         The bytes read.
     """
     total = sum(entry.nbytes for _, entry in pairs)
-    with contextlib.closing(Tally("Loading", total, progress)) as tally, torch.no_grad():
+    with contextlib.closing(Tally("Loading", total, progress)) as tally:
         for tensor, entry in sorted(pairs, key=lambda pair: pair[1].path):
-            if is_placed(tensor):
-                where = [os.fsencode(entry.path), list(entry.stamp), entry.name]
-                in_place.run("dtorch.read_part", [tensor, tally.count(tensor._spec.mesh)], where, (0, 1))
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
-            else:
-                tensor.copy_(entry.read())
-                tally.moved_here(entry.nbytes)
-            tally.issued(entry.nbytes)
+            read_one(tensor, entry, tally)
         return tally.finish()
+
+
+@torch.no_grad()
+def read_one(tensor: torch.Tensor, entry: Entry, tally: Tally) -> None:
+    """Have one tensor filled; `Tally.finish` waits for it."""
+    if is_placed(tensor):
+        where = [os.fsencode(entry.path), list(entry.stamp), entry.name]
+        in_place.run("dtorch.read_part", [tensor, tally.count(tensor._spec.mesh)], where, (0, 1))
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    else:
+        tensor.copy_(entry.read())
+        tally.moved_here(entry.nbytes)
+    tally.issued(entry.nbytes)
 
 
 def write(files: Mapping[Path, Mapping[str, torch.Tensor]], starts: Mapping[str, int], progress: bool) -> Moved:

@@ -120,10 +120,15 @@ def match(
     if strict:
         files = sorted({entry.path for entry in entries.values()}) or [str(path)]
         wrong += _missing(missing, unexpected, files) + _unexpected(unexpected, missing, entries)
+    refuse(caller, path, wrong)
+    return pairs, missing, unexpected
+
+
+def refuse(caller: str, path: Any, wrong: Sequence[str]) -> None:
+    """ValueError of everything that is ``wrong``, if anything is."""
     if wrong:
         more = f"\n  and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
         raise ValueError(f"{caller}(): {path} does not fit:\n  " + "\n  ".join(wrong[:LISTED]) + more)
-    return pairs, missing, unexpected
 
 
 def _misfits(name: str, tensor: torch.Tensor, entry: Entry) -> Iterator[str]:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import creation
+from ..integrations import transformers
 from ..mesh import DeviceMesh
 from ..placement import PlacementList
 from ..placing import distribute_tensor
@@ -84,6 +85,7 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
     for one, where in zip(held, placements, strict=True):
         _place(one, mesh, where)
     NOTES[module] = notes
+    transformers.keep_saving(module)
     for note in notes:
         log.warning("distribute_module: %s", note)
     return module

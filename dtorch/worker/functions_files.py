@@ -41,7 +41,7 @@ def read_part(
     return ()
 
 
-@functools.lru_cache(maxsize=1)  # a checkpoint's tensors are read file by file
+@functools.lru_cache(maxsize=4)  # a checkpoint's tensors are read file by file, fused ones maybe from a few
 def opened(path: str, stamp: tuple[int, ...]) -> Any:
     """A safetensors file, mapped."""
     from safetensors import safe_open
