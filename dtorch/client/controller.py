@@ -216,7 +216,12 @@ class Controller:
             if self.outbox or FREED:
                 with self.lock:
                     if not self.closed and self.lost is None:
-                        self.flush()
+                        try:
+                            self.flush()
+                        except (
+                            Exception
+                        ) as error:  # nobody else would hear of it, and whoever waits would wait for ever
+                            self.on_lost(WorkerLost(f"commands could not be sent: {error!r}"))
 
     def _unusable(self) -> Exception:
         if self.pid != _pid:

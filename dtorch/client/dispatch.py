@@ -19,7 +19,7 @@ from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import aliasing, host, runtime, torch_internals
+from . import aliasing, host, kept, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .interrupts import critical
 from .values import FREED, Value, next_value_id
@@ -195,6 +195,18 @@ def with_metas(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict
     return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()}
 
 
+def _with_tensors(args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """The arguments with other tensors, numbered in order."""
+    following = iter(tensors)
+
+    def convert(value: Any) -> Any:
+        if type(value) is Tensor:
+            return next(following)
+        return [convert(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()}
+
+
 def execute(
     info: CallInfo,
     plan: Plan,
@@ -210,6 +222,9 @@ def execute(
             controller.drain()
     if plan.moves:
         _tell(info, plan, tensors)
+        copies = kept.brought(plan, tensors, info.name, controller)
+        if copies is not None:
+            return call(info, *_with_tensors(args, kwargs, copies))
     results = _queue(info, plan, args, kwargs, tensors, numbers, controller)
     controller.bytes_ahead += plan.nbytes
     controller.pressure()

@@ -20,27 +20,34 @@ next_value_id = itertools.count(1).__next__
 
 
 class Root:
-    """The memory that a value and its aliases share; ``generation`` counts the instructions that wrote it."""
+    """The memory that a value and its aliases share: ``generation`` counts the instructions that wrote it, ``born`` is its first value."""
 
-    __slots__ = ("generation",)
+    __slots__ = ("generation", "born")
 
-    def __init__(self) -> None:
+    def __init__(self, born: int) -> None:
         self.generation = 0
+        self.born = born
+
+
+#: In place of the copies of a value that is itself one.
+COPY: dict[Any, Any] = {}
 
 
 class Value:
     """One tensor on the workers, named ``id``. Dies with its last handle, which queues a free.
 
-    ``copy`` is set if its memory is that of a `Copy`; ``keep`` then holds the value whose memory it views.
+    ``copy`` is set if its memory is that of a `Copy`; ``keep`` then holds the value whose memory it views. ``kept`` has its kept copies
+    (see `dtorch.client.kept`): by spec, each with the generation it was made at.
     """
 
-    __slots__ = ("id", "root", "copy", "keep", "__weakref__")
+    __slots__ = ("id", "root", "copy", "keep", "kept", "__weakref__")
 
     def __init__(self, id: int, root: Root | None = None, copy: Copy | None = None, keep: Value | None = None) -> None:
         self.id = id
-        self.root = Root() if root is None else root
+        self.root = Root(id) if root is None else root
         self.copy = copy
         self.keep = keep
+        self.kept: dict[Any, tuple[Value, int]] | None = None
 
     def __del__(self, freed: Any = FREED.append) -> None:
         freed(self.id)

@@ -28,6 +28,8 @@ log = logging.getLogger("dtorch")
 
 _TAIL_LINES = 20
 _PATIENCE_SECONDS = 5.0
+#: The zygote is looked at this often even if no poll says so: once in 171 kills on a loaded machine only the poll's end did.
+_LOOK_SECONDS = 1.0
 _END_SECONDS = 0.4
 
 
@@ -238,7 +240,7 @@ class LocalEngine:
         parent = self._zygote
         assert parent is not None
         while not self._closed:
-            ready = self._channel.wait([parent.socket.fileno(), self._wake], _PATIENCE_SECONDS)
+            ready = self._channel.wait([parent.socket.fileno(), self._wake], _LOOK_SECONDS)
             while not self._closed and (events := self._channel.receive()):
                 for event in events:
                     self._take(event)

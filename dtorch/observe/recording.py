@@ -132,7 +132,7 @@ def record() -> Iterator[Recording]:
         >>> with record() as r:
         ...     y = x.softmax(1)
         >>> [(c.kind, c.axes, c.nbytes, c.asked_for) for c in r.communication]
-        [('all_to_all', ('tp',), 24, False)]
+        [('all_gather', ('tp',), 48, False)]
     """
     recording = Recording()
     ACTIVE.append(recording)

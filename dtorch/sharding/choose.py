@@ -259,8 +259,9 @@ class _Problem:
                 # An uneven split sends padding and gives some devices more than their part of the work.
                 dim = spec.shape[target.dim]  # type: ignore[attr-defined]
                 waste = -(-dim // pieces) * pieces / dim if dim else 1.0
-                # A reduce-scatter now means an all-gather later, where one all-reduce would do.
-                cost += size * waste + LATENCY if is_partial(source) else size * waste / pieces
+                # What is scattered anew is likely to be gathered later, so where latency counts it is made whole at once: one
+                # all-reduce for a reduce-scatter and an all-gather, and tokens picked from split logits come out whole.
+                cost += LATENCY + (size * waste if is_partial(source) else size * waste / pieces)
             else:
                 # Making a pending sum out of a shard only to add zeros elsewhere.
                 cost += size + LATENCY

@@ -32,7 +32,7 @@ def test_error_names_op_placements_and_line() -> None:
     assert f"{__file__}:" in text
     assert "x.softmax(1)" in text
     assert "input 0: shape (4, 6), [Shard(dim=1)]" in text
-    assert "would move (4, 6) from [Shard(dim=1)] to [Shard(dim=0)]" in text
+    assert "would move (4, 6) from [Shard(dim=1)] to [Replicate()]" in text
     assert "accepted on each mesh axis: Shard(dim=0); or all Replicate()" in text
     assert torch.equal(x.softmax(1).to_torch(), torch.ones(4, 6).softmax(1))
 

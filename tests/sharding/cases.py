@@ -177,6 +177,11 @@ def matmul_cases() -> Iterator[Sample]:
     yield call(aten.mm.default, ints(9, 5, 3), ints(9, 3, 2))
     yield call(aten.linear.default, f(5, 3), f(7, 3))
     yield call(aten.linear.default, f(2, 5, 3), f(7, 3), f(7))
+    ends = torch.tensor([3, 5], dtype=torch.int32)
+    yield call(aten._grouped_mm.default, f(5, 16), f(2, 16, 24), ends)
+    yield call(aten._grouped_mm.default, f(5, 16).t(), f(5, 24), ends)
+    yield call(aten._grouped_mm.default, f(2, 16, 24), f(5, 24).t(), ends)
+    yield call(aten._grouped_mm.default, f(2, 8, 16), f(2, 16, 24))
 
 
 def view_cases() -> Iterator[Sample]:

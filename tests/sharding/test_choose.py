@@ -121,8 +121,10 @@ def test_views_need_even_parts_over_all_axes() -> None:
     assert not split.gathered
     uneven = decide(aten.view.default, ((8, 12), (S1, S1)), [8, 2, 6], mesh=GRID)
     assert uneven.outputs[0].count(S1) == 1
-    # Nine in three and three cannot stay in two parts: the other dim takes over, for half of what gathering costs.
-    assert decide(aten.view.default, ((8, 9), S1), [8, 3, 3]).outputs[0] == [S0]
+    # Nine in three and three cannot stay in two parts: the other dim takes over, for half of what gathering costs, or all is gathered
+    # where that is little.
+    assert decide(aten.view.default, ((1 << 16, 9), S1), [1 << 16, 3, 3]).outputs[0] == [S0]
+    assert decide(aten.view.default, ((8, 9), S1), [8, 3, 3]).outputs[0] == [R]
 
 
 def test_heads_stay_where_they_are() -> None:

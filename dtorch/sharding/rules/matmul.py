@@ -110,3 +110,28 @@ def linear(call: Call) -> list[Strategy]:
         return _product(call, None, triples)
     bias = call.inputs[2]
     return [Strategy((s.inputs[1], s.inputs[2], s.inputs[0]), s.outputs) for s in _product(call, bias, triples)]
+
+
+#: By the ranks of a and b: rows, columns and the contracted dim, as far as groups do not run along them.
+GROUPED = {
+    (2, 3): [(R, shard(2), shard(1)), (shard(1), shard(1), P)],
+    (2, 2): [(shard(0), R, shard(1)), (R, shard(1), shard(2))],
+    (3, 2): [(shard(1), R, shard(0)), (shard(2), shard(0), P)],
+    (3, 3): BATCHED,
+}
+
+
+@rule(aten._grouped_mm.default)
+def grouped_mm(call: Call) -> list[Strategy]:
+    """The experts of a mixture: ``offs`` says where groups of rows (or of the contracted dim) end. Kernels want rows of whole 16 bytes."""
+    a, b = call.inputs[:2]
+    if call.get("bias") is not None:
+        return []
+    whole = 16 // a.dtype.itemsize
+    found = []
+    for strategy in _product(call, None, GROUPED[a.ndim, b.ndim]):
+        sizes = [t.shape[p.dim] for t, p in zip((a, b), strategy.inputs, strict=True) if p is not R]  # type: ignore[attr-defined]
+        if all(size % whole == 0 for size in sizes):
+            offs = (R,) * (len(call.inputs) - 2)
+            found.append(Strategy((*strategy.inputs, *offs), strategy.outputs, even=min(sizes) // whole))
+    return found

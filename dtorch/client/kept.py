@@ -1,0 +1,122 @@
+"""Kept copies: a value that one op needed elsewhere is there for the next op that needs it there.
+
+q, k and v are projections of one hidden state, and a norm reads its input twice: what was gathered or summed for the first need not be
+again. A copy belongs to the value it was made of and goes with it; it is void once the value has been written. Copies larger than what
+they were made of, the gathered ones, also go when they have not been used for a while; both kinds have a budget of bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import weakref
+from typing import Any
+
+from ..placement import is_partial, is_shard
+from ..sharding.plan import Plan
+from ..sharding.spec import Spec
+from . import redistribute, runtime
+from .controller import Controller
+from .values import COPY, Value, next_value_id
+
+#: Commands after which a gathered copy that nothing used goes.
+AGE = 64
+#: Bytes per device that copies of either kind may take.
+BYTES = 256 << 20
+#: A value whose memory is older than this many values is a weight or an input and not an activation. Its copies are not kept: sharded
+#: weights would quietly become replicated ones.
+YOUNG = 4096
+
+
+class Copies:
+    """Copies of one kind, the least recently used first. Whoever uses it holds the controller's lock."""
+
+    def __init__(self, age: float) -> None:
+        self._age = age
+        self._bytes = 0
+        self._recent: collections.OrderedDict[tuple[int, Spec], tuple[weakref.ref, int, int]] = (
+            collections.OrderedDict()
+        )
+
+    def used(self, key: tuple[int, Spec], sequence: int) -> None:
+        reference, _, size = self._recent.pop(key)
+        self._recent[key] = reference, sequence, size
+
+    def add(self, key: tuple[int, Spec], value: Value, sequence: int) -> None:
+        """Note a copy that command ``sequence`` made of ``value``, and drop what has had its time."""
+        size = local_bytes(key[1])
+        self._recent[key] = weakref.ref(value), sequence, size
+        self._bytes += size
+        while self._recent:
+            oldest, (reference, made, _) = next(iter(self._recent.items()))
+            if reference() is not None and self._bytes <= BYTES and sequence - made <= self._age:
+                break
+            self.drop(oldest)
+
+    def drop(self, key: tuple[int, Spec]) -> None:
+        reference, _, size = self._recent.pop(key)
+        self._bytes -= size
+        value = reference()
+        if value is not None:
+            value.kept.pop(key[1], None)
+
+    def clear(self) -> None:
+        self._recent.clear()
+        self._bytes = 0
+
+
+_summed, _gathered = Copies(math.inf), Copies(AGE)
+
+
+def local_bytes(spec: Spec) -> int:
+    """What a device holds of a tensor, about."""
+    pieces = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if is_shard(placement))
+    return spec.nbytes // math.prod(pieces)
+
+
+def brought(plan: Plan, tensors: list[Any], why: str, controller: Controller) -> list[Any] | None:
+    """The tensors with those that ``plan`` would move replaced by kept copies, made now if need be; None if there is none to keep."""
+    if plan.writes or any(alias is not None for alias in plan.aliases):
+        return None
+    found = list(tensors)
+    newest = next_value_id()
+    for index, (tensor, placements) in enumerate(zip(tensors, plan.decision.inputs, strict=True)):
+        spec, value = tensor._spec, tensor._value
+        if value.kept is COPY or getattr(tensor, "_is_param", False) or newest - value.root.born > YOUNG:
+            continue
+        if any(a != b and (is_partial(a) or is_shard(a)) for a, b in zip(spec.placements, placements, strict=True)):
+            found[index] = _copy(tensor, spec.with_placements(placements), why, controller)
+    return None if all(new is old for new, old in zip(found, tensors, strict=True)) else found
+
+
+def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
+    """A handle on the kept copy of ``tensor`` at ``goal``."""
+    from .dispatch import wrap
+
+    value = tensor._value
+    copies = _gathered if local_bytes(goal) > local_bytes(tensor._spec) else _summed
+    key = value.id, goal
+    with controller.lock:
+        kept = value.kept.get(goal) if value.kept else None
+        if kept is not None:
+            copy, generation = kept
+            if generation == value.root.generation:
+                copies.used(key, controller.sequence)
+                return wrap(goal, copy)
+            copies.drop(key)
+        moved = redistribute.move(tensor, goal, why)
+        if value.kept is None:
+            value.kept = {}
+        value.kept[goal] = moved._value, value.root.generation
+        moved._value.kept = COPY
+        copies.add(key, value, controller.sequence)
+    return moved
+
+
+def forget() -> None:
+    """The cluster has ended, and its values with it."""
+    _summed.clear()
+    _gathered.clear()
+
+
+runtime.on_close.append(forget)
