@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import os
 import re
 import sys
 import tempfile
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -325,26 +325,36 @@ def _untie(model: Any, targets: Sequence[Target], named: Mapping[str, Entry]) ->
 
 
 def keep_saving(module: torch.nn.Module) -> None:
-    """Have ``save_pretrained`` of every model of transformers in ``module`` work, which reads the memory of its tensors."""
+    """Have ``save_pretrained`` of models of transformers work on placed tensors, of which it would read the memory.
+
+    In their common class, once, where ``module`` has one: a method of the model itself would be in a cycle with it, and in its pickles.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
+    if modeling is None or not any(isinstance(part, modeling.PreTrainedModel) for part in module.modules()):
         return
-    for part in module.modules():
-        if isinstance(part, modeling.PreTrainedModel):
-            part.save_pretrained = types.MethodType(_save_pretrained, part)
+    original = modeling.PreTrainedModel.save_pretrained
+    if not hasattr(original, "saves_placed"):
+        modeling.PreTrainedModel.save_pretrained = _saving(original)
 
 
-def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' own ``save_pretrained``, given plain tensors: views of a file that the workers have written and it copies."""
-    original = type(self).save_pretrained
-    call = inspect.signature(original).bind(self, save_directory, *args, **kwargs)
-    state = call.arguments.get("state_dict")
-    state = dict(self.state_dict() if state is None else state)
-    beside = Path(os.path.abspath(os.fspath(save_directory))).parent
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".dtorch-", dir=beside) as folder:
-        call.arguments["state_dict"] = _plain(state, Path(folder) / "state.safetensors")
-        return original(*call.args, **call.kwargs)
+def _saving(original: Any) -> Any:
+    """``save_pretrained``, which is given plain tensors for placed ones: views of a file that the workers have written."""
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(self, save_directory, *args, **kwargs)
+        state = call.arguments.get("state_dict")
+        state = self.state_dict() if state is None else state
+        if not any(isinstance(value, Tensor) for value in state.values()):
+            return original(self, save_directory, *args, **kwargs)
+        beside = Path(os.path.abspath(os.fspath(save_directory))).parent
+        beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".dtorch-", dir=beside) as folder:
+            call.arguments["state_dict"] = _plain(state, Path(folder) / "state.safetensors")
+            return original(*call.args, **call.kwargs)
+
+    save_pretrained.saves_placed = True  # type: ignore[attr-defined]
+    return save_pretrained
 
 
 def _plain(state: Mapping[str, Any], file: Path) -> dict[str, Any]:

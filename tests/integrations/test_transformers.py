@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +202,25 @@ def test_save_pretrained_of_models_made_otherwise(tmp_path: Path) -> None:
     for folder in "ab":
         found = load_file(tmp_path / folder / "model.safetensors")
         assert_equal(found, load_file(tmp_path / "plain" / "model.safetensors"))
+
+
+def test_a_placed_model_is_an_ordinary_object(tmp_path: Path) -> None:
+    """Copies and pickles of it save too; it dies with its last reference; plain models save as ever."""
+    model = dtorch.distribute_module(made("llama", num_hidden_layers=1), TP, "auto")
+    expected = tensors(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), made("llama", num_hidden_layers=1)]
+    for number, other in enumerate(copies):
+        other.save_pretrained(tmp_path / str(number))
+        assert_equal(tensors(type(model).from_pretrained(tmp_path / str(number))), expected)
+    del copies, other
+    gc.collect()
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_tied_by_the_config_but_different_in_the_file(tmp_path: Path) -> None:
