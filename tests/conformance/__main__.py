@@ -13,7 +13,7 @@ from . import supervise
 from .outcome import Tally
 from .placements import MESHES, VARIANTS
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "inplace_backward", "out")
+CHECKS = ("forward", "no_grad", "inference", "backward", "gradgrad", "inplace", "inplace_backward", "out")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mesh", default=",".join(MESHES), help=f"of {', '.join(MESHES)}")
     made.add_argument("--placements", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     made.add_argument("--checks", default=",".join(CHECKS), help=f"of {', '.join(CHECKS)}")
-    made.add_argument("--dtypes", default="", help="beside the first: bfloat16,complex64,int64,bool, or all")
+    made.add_argument("--dtypes", default="", help="beside the first: bfloat16,float16,complex64,int64,bool, or all")
     made.add_argument("--sample-limit", type=int, default=4, help="samples of an op (a further dtype gets one)")
     made.add_argument("--slice", default="0/1", help="part/parts of the names, from 0")
     made.add_argument("--json", type=Path, help="append one line of results for every finished name")

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.utils._pytree import tree_flatten
 
+from .rounding import HALVES
+
 Tolerance = tuple[float, float]
 """(relative, absolute); a tenth of the absolute part grows with the largest expected magnitude, for what cancels in a sum."""
 
@@ -106,15 +108,39 @@ def _tensors(
     )
 
 
-def no_worse(truth: object, expected: object, got: object) -> bool:
-    """Whether ``got`` errs from ``truth`` by no more than three times what ``expected`` does, tensor by tensor."""
+def stride_difference(expected: object, got: object) -> str | None:
+    """None if every tensor in ``got`` has the strides of the one in ``expected``, else which has not.
+
+    The strides of dims of one element, and of tensors without any, mean nothing.
+    """
+    pairs = zip(tree_flatten(expected)[0], tree_flatten(got)[0], strict=False)
+    for index, (one, other) in enumerate(pairs):
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _steps(one) != _steps(other):
+            return f"strides of tensor {index}, {tuple(one.shape)}: expected {one.stride()}, got {other.stride()}"
+    return None
+
+
+def _steps(tensor: torch.Tensor) -> tuple:
+    if tensor.numel() == 0:
+        return ()
+    return tuple(
+        (dim, step) for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if size > 1
+    )
+
+
+def no_worse(truth: object, expected: object, got: object, allowances: Sequence[torch.Tensor | None] = ()) -> bool:
+    """Whether ``got`` errs from ``truth`` by no more than three times what ``expected`` does, tensor by tensor.
+
+    Args:
+        allowances: for each leaf, what `rounding.allowance` adds to that in half precision.
+    """
     leaves = [tree_flatten(tree)[0] for tree in (truth, expected, got)]
     if len({len(one) for one in leaves}) != 1:
         return False
-    return all(_no_worse(*each) for each in zip(*leaves, strict=True))
+    return all(_no_worse(*each) for each in zip(*leaves, allowances or [None] * len(leaves[0]), strict=True))
 
 
-def _no_worse(truth: object, expected: object, got: object) -> bool:
+def _no_worse(truth: object, expected: object, got: object, allowance: torch.Tensor | None) -> bool:
     if not all(isinstance(one, torch.Tensor) for one in (truth, expected, got)):
         return difference(expected, got, exact=True) is None
     if not (truth.shape == expected.shape == got.shape and expected.dtype == got.dtype):
@@ -124,5 +150,8 @@ def _no_worse(truth: object, expected: object, got: object) -> bool:
     errors = [(one.detach().double() - truth.detach().double()).abs() for one in (expected, got)]
     if not all(error.isfinite().all() for error in errors):
         return difference(expected, got, exact=False) is None
-    step = torch.finfo(expected.dtype).eps * truth.detach().abs().double()
-    return bool((errors[1] <= 3 * errors[0].max() + step).all()) if errors[0].numel() else True
+    step = truth.detach().abs().double()
+    if allowance is not None and expected.dtype in HALVES:
+        step += allowance
+    allowed = 3 * errors[0].max() + torch.finfo(expected.dtype).eps * step if errors[0].numel() else 0
+    return bool((errors[1] <= allowed).all())

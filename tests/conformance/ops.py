@@ -1,4 +1,4 @@
-"""The checks of one OpInfo: forward under each grad mode, backward, in place, and ``out=``."""
+"""The checks of one OpInfo: forward under each grad mode, backward, twice backward, in place, and ``out=``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .compare import Tolerance
 from .outcome import Outcome
 from .samples import Sample, of_op
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "inplace_backward", "out")
-NEED_GRADIENTS = ("backward", "inplace_backward")
+CHECKS = ("forward", "no_grad", "inference", "backward", "gradgrad", "inplace", "inplace_backward", "out")
+NEED_GRADIENTS = ("backward", "gradgrad", "inplace_backward")
 
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """Ops that promise no values."""
 
-SECOND_DTYPES = (torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+SECOND_DTYPES = (torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "forward": torch.enable_grad,
@@ -88,6 +88,10 @@ def _body(op: Any, kind: str, sample: Sample) -> Body | None:
     tensors = sample.tensors()
     if kind == "backward":
         return (lambda place: _backward(op.op, sample, place)) if any(t.requires_grad for t in tensors) else None
+    if kind == "gradgrad":
+        if not (op.supports_gradgrad and any(t.requires_grad for t in tensors)):
+            return None
+        return lambda place: _gradgrad(op.op, sample, place)
     if kind in ("inplace", "inplace_backward"):
         variant = op.inplace_variant
         if variant is None or sample.broadcasts_input or not (tensors and tensors[0] is sample.args[0]):
@@ -113,12 +117,31 @@ def _forward(op: Any, mode: Callable, sample: Sample, place: Any) -> Any:
 
 def _backward(function: Callable, sample: Sample, place: Place) -> Any:
     with torch.enable_grad():
-        args, kwargs = arguments(sample, place, requires_grad=True)
-        leaves = [
-            leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        outputs = sample.output(function(*args, **kwargs))
+        outputs, leaves = _forward_of_leaves(function, sample, place)
         return outputs, gradients(outputs, leaves, place)
+
+
+def _gradgrad(function: Callable, sample: Sample, place: Place) -> Any:
+    """The gradients, and theirs with respect to the inputs and to the gradients that came in."""
+    with torch.enable_grad():
+        outputs, leaves = _forward_of_leaves(function, sample, place)
+        came_in: list[torch.Tensor] = []
+
+        def place_leaf(tensor: torch.Tensor) -> torch.Tensor:
+            came_in.append(place(tensor).requires_grad_())
+            return came_in[-1]
+
+        first = gradients(outputs, leaves, place_leaf, create_graph=True)
+        twice = any(one is not None and one.requires_grad for one in first)
+        return first, gradients(first, [*leaves, *came_in], place) if twice else None
+
+
+def _forward_of_leaves(function: Callable, sample: Sample, place: Place) -> tuple[Any, list[torch.Tensor]]:
+    """What the sample gives, and its arguments that want a gradient."""
+    args, kwargs = arguments(sample, place, requires_grad=True)
+    flat = tree_flatten((args, kwargs))[0]
+    leaves = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return sample.output(function(*args, **kwargs)), leaves
 
 
 def _inplace(variant: Callable, sample: Sample, place: Any) -> Any:

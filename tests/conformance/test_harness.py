@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import adapters, databases, known, samples, supervise
+from . import adapters, databases, known, rounding, samples, supervise
 from .checks import Grid
-from .compare import difference, no_worse
+from .compare import difference, no_worse, stride_difference
 from .outcome import Outcome, Tally
 from .placements import MESHES, VARIANTS, codes, layouts
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "inplace", "inplace_backward", "out")
+CHECKS = ("forward", "no_grad", "inference", "backward", "gradgrad", "inplace", "inplace_backward", "out")
 NAMES = (
     "add",
     "mm",
@@ -96,6 +96,49 @@ def test_a_rounding_error_as_large_as_torchs_own_is_no_fault() -> None:
     assert no_worse((truth, [None]), (expected, [None]), (torch.tensor([0.75, 2.0]), [None]))
     assert not no_worse((truth, [None]), (expected, [None]), (torch.tensor([3.0, 2.0]), [None]))
     assert not no_worse((truth, 1), (expected, 1), (torch.tensor([1.0, 2.0]), 2))
+
+
+def test_the_addends_of_a_split_sum_are_measured() -> None:
+    x = torch.tensor([300.0, 1.0, -300.0, -0.5], dtype=torch.float64)
+
+    def run(index: int, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        y = x if scale is None else x * scale
+        return [y.sum(), y.max(), y.argmax()]
+
+    whole, largest, index = rounding.allowance(run, [x], (2,), pending=False)
+    assert index is None
+    torch.testing.assert_close(whole, torch.tensor((301 + 300.5) * 3 / 2, dtype=torch.float64))
+    torch.testing.assert_close(largest, torch.tensor(300 * 3 / 2, dtype=torch.float64))
+
+
+def test_what_jumps_is_no_addend() -> None:
+    x = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    (first,) = rounding.allowance(
+        lambda index, scale: [((x if scale is None else x * scale)[0] >= x[1]).double()], [x], (2,), False
+    )
+    assert first == 0
+
+
+@pytest.mark.parametrize(("dtype", "holds"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_halves_only_may_be_off_by_the_rounding_of_addends(dtype: torch.dtype, holds: bool) -> None:
+    truth, allowed = torch.tensor([0.5], dtype=torch.float64), [torch.tensor([900.0], dtype=torch.float64)]
+    expected, off = torch.tensor([0.5], dtype=dtype), torch.tensor([2.5], dtype=dtype)
+    assert no_worse([truth], [expected], [off], allowed) == holds
+    assert not no_worse([truth], [expected], [off * 10], allowed)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "same"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 3), True),
+        (torch.zeros(2, 3), torch.zeros(3, 2).t(), False),
+        (torch.zeros(1, 3), torch.zeros(3, 1).t(), True),
+        (torch.zeros(0, 3), torch.zeros(3, 0).t(), True),
+        ([1, torch.zeros(3).expand(2, 3)], [1, torch.zeros(2, 3)], False),
+    ],
+)
+def test_strides_of_dims_of_one_element_mean_nothing(expected: object, got: object, same: bool) -> None:
+    assert (stride_difference(expected, got) is None) == same
 
 
 def test_samples_are_various_and_the_same_every_time() -> None:
