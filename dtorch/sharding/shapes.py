@@ -43,6 +43,28 @@ DATA_DEPENDENT = frozenset(
     }
 )
 
+#: Ops whose meta kernels ask which device it is, and take a meta tensor's for CUDA (torch 2.13, `device_hint`), where the strides
+#: are others: fake tensors say CPU.
+ASK_WHICH_DEVICE = frozenset(
+    {
+        aten._fft_c2c.default,
+        aten._fft_r2c.default,
+        aten._fft_c2r.default,
+        aten.linalg_eig.default,
+        aten._linalg_svd.default,
+        aten.nonzero_static.default,
+    }
+)
+#: Those that do so of channels-last tensors only.
+ASK_OF_CHANNELS_LAST = frozenset(
+    {
+        aten.convolution.default,
+        aten.pixel_shuffle.default,
+        aten.reflection_pad2d.default,
+        aten.replication_pad2d.default,
+    }
+)
+
 
 def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     """(shape, stride, dtype) of every output, flattened, in order; None for one that is not a tensor.
@@ -104,7 +126,9 @@ def by_kernel(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
 
 
 def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
-    """What torch's meta kernels say, or its fake tensors where an op has none."""
+    """What torch's meta kernels say, or its fake tensors where an op has none or one for CUDA."""
+    if op in ASK_WHICH_DEVICE or (op in ASK_OF_CHANNELS_LAST and any(map(_is_channels_last, args))):
+        return _by_fake(op, args, kwargs)
     try:
         with torch.no_grad():
             return _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
@@ -115,6 +139,10 @@ def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         if "cannot be called on meta tensors" in str(error):
             raise DataDependent(str(op)) from error
         raise
+
+
+def _is_channels_last(value: Any) -> bool:
+    return hasattr(value, "stride") and len(value.shape) > 3 and value.stride[1] == 1
 
 
 def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtorch.sharding import shapes
 from dtorch.sharding.strategy import TensorArg
@@ -55,6 +56,41 @@ def test_samples(source) -> None:
     found = [wrong(s.op, s.args, s.kwargs) for s in source()]
     found = [w for w in found if w]
     assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda x, dims=dims: aten._fft_r2c(x, dims, 0, True) for dims in ([0, 1, 2], [1, 0], [2])),
+        *(lambda x, dims=dims: aten._fft_c2c(x + 0j, dims, 0, True) for dims in ([0, 1, 2], [1, 0], [2])),
+        *(lambda x, dims=dims: aten._fft_c2r(x + 0j, dims, 0, 4) for dims in ([0, 1, 2], [1, 0], [2])),
+        *(lambda x, full=full: aten._linalg_svd(x, full) for full in (True, False)),
+        lambda x: aten.linalg_eig(x @ x.mT),
+        lambda x: aten.nonzero_static(x, size=5),
+        lambda x: torch.nn.functional.conv2d(x[None], torch.ones(2, 4, 3, 3)),
+        lambda x: torch.nn.functional.conv_transpose2d(x[None], torch.ones(4, 2, 3, 3)),
+        lambda x: torch.nn.functional.interpolate(x[None], scale_factor=2.0, mode="bilinear"),
+        lambda x: torch.nn.functional.max_pool2d(x[None], 2),
+        lambda x: torch.nn.functional.pixel_shuffle(x[None], 2),
+        lambda x: torch.nn.functional.pad(x[None], (1, 1, 1, 1), mode="reflect"),
+        lambda x: torch.nn.functional.pad(x[None], (1, 1, 1, 1), mode="replicate"),
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_strides_are_those_of_a_cpu(call, order) -> None:
+    """Many a meta kernel takes a meta tensor for one on CUDA. The last order is channels-last."""
+    base = torch.randn([(4, 5, 6)[d] for d in order], generator=torch.Generator().manual_seed(0))
+    seen: list = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(wrong(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        call(base.permute([order.index(d) for d in range(3)]))
+    assert seen
+    assert not any(seen), seen
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64, torch.int32)
