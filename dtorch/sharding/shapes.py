@@ -55,10 +55,11 @@ ASK_WHICH_DEVICE = frozenset(
         aten.nonzero_static.default,
     }
 )
-#: Those that do so of channels-last tensors only.
-ASK_OF_CHANNELS_LAST = frozenset(
+#: Ops whose CPU kernels keep a channels-last order that their meta kernels lose.
+KEEP_CHANNELS_LAST = frozenset(
     {
-        aten.convolution.default,
+        aten.channel_shuffle.default,
+        aten.max_unpool2d.default,
         aten.pixel_shuffle.default,
         aten.reflection_pad2d.default,
         aten.replication_pad2d.default,
@@ -127,8 +128,12 @@ def by_kernel(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
 
 def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     """What torch's meta kernels say, or its fake tensors where an op has none or one for CUDA."""
-    if op in ASK_WHICH_DEVICE or (op in ASK_OF_CHANNELS_LAST and any(map(_is_channels_last, args))):
+    if op in ASK_WHICH_DEVICE or (op is aten.convolution.default and any(map(_is_channels_last, args[:2]))):
         return _by_fake(op, args, kwargs)
+    if op in KEEP_CHANNELS_LAST and _is_channels_last(args[0]):
+        (found,) = _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
+        like = torch.empty(found[0], device="meta", memory_format=torch.channels_last)  # type: ignore[index]
+        return ((*found[:1], like.stride(), *found[2:]),)  # type: ignore[index]
     try:
         with torch.no_grad():
             return _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
@@ -142,7 +147,16 @@ def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _is_channels_last(value: Any) -> bool:
-    return hasattr(value, "stride") and len(value.shape) > 3 and value.stride[1] == 1
+    """As c10's is_channels_last_strides_2d and _3d: an order that could be either is contiguous."""
+    if len(value.shape) not in (4, 5) or value.stride[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(len(value.shape) - 1, 1, -1), 0):
+        size, stride = value.shape[dim], value.stride[dim]
+        if size == 0 or stride < least or (dim == 0 and least == value.stride[1]):
+            return False
+        least = stride * size
+    return True
 
 
 def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:

@@ -78,7 +78,7 @@ def run(op: Any, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
                             dtype=str(dtype)[6:],
                             sample=number,
                             values=op.name not in UNINITIALISED,
-                            strides=kind != "gradgrad",
+                            strides=kind not in NEED_GRADIENTS,
                             floor=_floor(op, dtype),
                         )
                         yield from compare(check, adapter, grid)
