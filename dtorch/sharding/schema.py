@@ -84,9 +84,10 @@ class OpInfo:
         }
         self.returned_inputs = frozenset(self.returned)
         self.is_view = any(alias is not None for i, alias in enumerate(self.return_aliases) if i not in self.returned)
-        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-            op.name(), "CompositeImplicitAutograd"
-        ) and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
+        #: Made of other ops. silu_backward and two more have a kernel beside the formula, which rounds otherwise.
+        self.is_composite = not any(
+            _has_kernel(op, key) for key in ("CompositeExplicitAutograd", "CPU")
+        ) and _has_kernel(op, "CompositeImplicitAutograd")
 
     def count_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """How many numbers a call passes as operands."""
@@ -158,6 +159,10 @@ def _returned_aliases(returned: Any) -> frozenset[str]:
 def _alias(returned: Any, arguments: tuple[Argument, ...]) -> Argument | None:
     sets = _returned_aliases(returned)
     return next((a for a in arguments if a.alias_set & sets), None)
+
+
+def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def _is_list(kind: Any) -> bool:

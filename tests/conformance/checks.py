@@ -103,7 +103,9 @@ def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
                 and _as_near_the_truth(check, expected, got, written, shape, any("p" in one for one in layout if one))
             ):
                 found = None
-            if found is None and check.strides and (steps := stride_difference(expected, handles)):
+            # What comes as a pending sum has been added up, and lost its strides, on its way there.
+            as_given = check.strides and variant not in ("partial", "mixed")
+            if found is None and as_given and (steps := stride_difference(expected, handles)):
                 found = "wrong", steps
             yield check.outcome(*(found[0], mesh, variant, found[1]) if found else ("ok", mesh, variant))
 
