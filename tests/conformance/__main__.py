@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--jobs", type=int, default=0, help="run in that many supervised processes, which survive crashes"
     )
+    made.add_argument("--strides", action="store_true", help="compare strides too")
     made.add_argument("--trace", action="store_true", help="print the traceback of everything that raises")
     made.add_argument("--quiet", action="store_true", help="no live line and no table")
     return made
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> Tally:
         split(options.checks, CHECKS, "--checks"),
         options.sample_limit,
         tuple(options.dtypes.split(",")),
+        options.strides,
         options.trace,
     )
     part, parts = map(int, options.slice.split("/"))

@@ -36,6 +36,8 @@ class Grid:
     checks: tuple[str, ...]
     sample_limit: int = 4
     dtypes: tuple[str, ...] = ()
+    strides: bool = False
+    """Compare strides too."""
     trace: bool = False
     """Print the traceback of everything that raises."""
 
@@ -52,7 +54,7 @@ class Check:
     sample: int = 0
     values: bool = True
     strides: bool = True
-    """Compare strides too: not where autograd picks its formulas by whether a tensor is of a subclass."""
+    """They may be compared: not where autograd picks its formulas by whether a tensor is of a subclass."""
     floor: Tolerance = (0.0, 0.0)
     factory: Callable | None = None
 
@@ -104,7 +106,7 @@ def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
             ):
                 found = None
             # What comes as a pending sum has been added up, and lost its strides, on its way there.
-            as_given = check.strides and variant not in ("partial", "mixed")
+            as_given = grid.strides and check.strides and variant not in ("partial", "mixed")
             if found is None and as_given and (steps := stride_difference(expected, handles)):
                 found = "wrong", steps
             yield check.outcome(*(found[0], mesh, variant, found[1]) if found else ("ok", mesh, variant))
