@@ -52,9 +52,9 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
             stacklevel=3,
         )
         return
-    torch.utils.rename_privateuse1_backend(BACKEND)
+    _keep_accelerator(lambda: torch.utils.rename_privateuse1_backend(BACKEND))
     module: Any = types.ModuleType(f"torch.{BACKEND}")
-    module.is_available = lambda: True
+    module.is_available = lambda: False  # as an accelerator, which plain code would then use: DataParallel for one
     module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
@@ -96,6 +96,57 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
     _library.impl("empty.memory_format", empty, "PrivateUse1")
     _library.impl("empty_strided", empty_strided, "PrivateUse1")
     _library.impl("_copy_from", copy_from, "PrivateUse1")
+
+
+#: ``torch._C._accelerator_<name>`` → the same of ``torch.cuda`` for a torch built with CUDA (2.13, by its signatures; not run on a GPU).
+_OF_CUDA: dict[str, Callable[..., Any]] = {
+    "emptyCache": torch.cuda.empty_cache,
+    "exchangeDevice": torch.cuda._exchange_device,
+    "getDeviceIndex": torch.cuda.current_device,
+    "getDeviceStats": torch.cuda.memory_stats_as_nested_dict,
+    "getMemoryInfo": torch.cuda.mem_get_info,
+    "getStream": torch.cuda.current_stream,
+    "isAllocatorInitialized": torch.cuda.is_initialized,
+    "maybeExchangeDevice": torch.cuda._maybe_exchange_device,
+    "resetAccumulatedStats": torch.cuda.reset_accumulated_memory_stats,
+    "resetPeakStats": torch.cuda.reset_peak_memory_stats,
+    "setDeviceIndex": torch.cuda.set_device,
+    "setStream": torch.cuda.set_stream,
+    "synchronizeDevice": torch.cuda.synchronize,
+}  # fmt: skip
+
+
+def _keep_accelerator(rename: Callable[[], None]) -> None:
+    """Have torch's Python name the accelerator after ``rename`` that it named before.
+
+    A renamed PrivateUse1 is the accelerator for C++, before any other. Code that never meets a tensor of ours would choose it:
+    ``DataLoader(pin_memory=True)``, ``torch.accelerator.is_available()``, ``torch.get_device_module()``.
+    """
+    accelerator = torch._C._accelerator_getAccelerator()
+    rename()
+    torch._C._accelerator_getAccelerator = lambda: accelerator  # type: ignore[assignment]
+    torch._C._get_accelerator = lambda check=None: accelerator or CPU  # type: ignore[assignment]
+
+    def absent(*args: Any) -> Any:
+        raise RuntimeError("Cannot access accelerator device when none is available.")  # torch's words
+
+    if accelerator is None:
+        for name in dir(torch._C):
+            if name.startswith("_accelerator_") and not name.endswith(("_getAccelerator", "AllocatorSettings")):
+                setattr(torch._C, name, absent)
+    elif accelerator.type == "cuda":
+        for name, function in _OF_CUDA.items():
+            setattr(torch._C, f"_accelerator_{name}", function)
+    is_pinned, pin_memory = torch.Tensor.is_pinned, torch.Tensor.pin_memory
+
+    def plain_is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+        where = device or accelerator
+        return where is not None and is_pinned(self, device=where)
+
+    def plain_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return pin_memory(self, device=device or accelerator or absent())
+
+    torch.Tensor.is_pinned, torch.Tensor.pin_memory = plain_is_pinned, plain_pin_memory  # type: ignore[method-assign]
 
 
 def refuse_dlpack(cls: type) -> None:

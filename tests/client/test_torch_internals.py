@@ -120,6 +120,49 @@ def test_the_device_module() -> None:
         torch.manual_seed(3)
 
 
+def test_the_accelerator_is_the_one_there_was_before() -> None:
+    """As torch alone says in a process without dtorch; the machines that run this have no accelerator."""
+    accelerator = torch.accelerator
+    if accelerator.current_accelerator() is not None:
+        pytest.skip("this torch has an accelerator")
+    assert not accelerator.is_available()
+    assert accelerator.device_count() == 0
+    assert torch.get_device_module() is torch.cpu
+    for call in (
+        accelerator.synchronize,
+        accelerator.memory_allocated,
+        accelerator.current_device_index,
+        accelerator.current_stream,
+        accelerator.empty_cache,
+        accelerator.empty_host_cache,
+        accelerator.get_memory_info,
+        lambda: accelerator.device_index(0).__enter__(),
+        lambda: torch.ones(2).pin_memory(),
+    ):
+        with pytest.raises(RuntimeError, match="^Cannot access accelerator device when none is available"):
+            call()
+    assert not torch.ones(2).is_pinned()
+    assert not placed().is_pinned()
+
+
+def test_what_asks_for_an_accelerator_works_as_without_dtorch() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    batches = list(torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True))
+    assert [batch.tolist() for (batch,) in batches] == [[0.0, 1.0], [2.0, 3.0]]
+    model = torch.nn.DataParallel(torch.nn.Linear(4, 4))
+    assert type(model(torch.ones(2, 4))) is torch.Tensor
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_every_entry_point_to_the_accelerator_is_known() -> None:
+    """All names that `_keep_accelerator` replaces or leaves; the functions of torch.cuda that take their place exist."""
+    names = {name for name in dir(torch._C) if name.startswith("_accelerator_")}
+    left = {"_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"}
+    hooks = {name for name in names if name.startswith("_accelerator_hooks_")}
+    others = {"getAccelerator", "getDeviceCapability", "emptyHostCache", *torch_internals._OF_CUDA}
+    assert names == left | hooks | {f"_accelerator_{name}" for name in others}
+
+
 def test_autocast_of_the_device_type_is_that_of_handles() -> None:
     x = placed()
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
