@@ -7,15 +7,19 @@ from .engine import zygote as _zygote
 
 _zygote.start()  # before torch is imported: the workers' parent imports it at the same time
 
+from . import _submodules  # noqa: E402
 from . import logs as _logs  # noqa: E402
 from ._environment import check as _check  # noqa: E402
 
 _logs.set_up()
 _check()
 
+from types import ModuleType as _Module  # noqa: E402
 from typing import Any as _Any  # noqa: E402
 
 import torch as _torch  # noqa: E402
+
+_submodules.install()
 
 from . import errors, integrations, io  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
@@ -23,6 +27,7 @@ from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
 from .client.runtime import devices, init, is_initialized, shutdown, synchronize  # noqa: E402
 from .client.workers import WorkerStatus, worker_status  # noqa: E402
+from .compiling import compile  # noqa: E402
 from .creation import (  # noqa: E402
     arange,
     bartlett_window,
@@ -56,6 +61,8 @@ from .creation import (  # noqa: E402
 )
 from .future import TensorFuture, as_completed  # noqa: E402
 from .graph import Graph, default_graph  # noqa: E402
+from .legacy import NAMES as _TYPED  # noqa: E402
+from .legacy import typed as _typed  # noqa: E402
 from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from .nn import distribute_module, summary  # noqa: E402
 from .observe.implicit import set_implicit_communication  # noqa: E402
@@ -84,6 +91,7 @@ __all__ = [
     "assign_layers_to_stages",
     "bartlett_window",
     "blackman_window",
+    "compile",
     "default_graph",
     "default_mesh",
     "devices",
@@ -136,6 +144,8 @@ __all__ = [
     "zeros_like",
 ]
 
+globals().update({name: _typed(name) for name in _TYPED})
+
 
 def __getattr__(name: str) -> _Any:
     """Whatever is not listed above is torch's: ``import dtorch as torch`` is a fair way to port a script."""
@@ -146,4 +156,10 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(_torch)})
+    def is_torchs(name: str) -> bool:
+        value = vars(_torch).get(name)
+        home = value.__name__ if isinstance(value, _Module) else getattr(value, "__module__", None) or "torch"
+        return not name.startswith("_") and home.partition(".")[0] == "torch"
+
+    dunder = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *_TYPED, "nn", *dunder, *filter(is_torchs, dir(_torch))})

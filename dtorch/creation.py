@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,8 @@ aten = torch.ops.aten
 FACTORY_DOC = """``torch.{name}``, made where it is to live.
 
     Args:
-        device_mesh: the mesh; the default mesh if only ``placements`` are given.
+        device_mesh: the mesh; the default mesh if only ``placements`` are given, which is one CPU device unless
+            ``dtorch.default_mesh(mesh)`` says otherwise.
         placements: one per mesh axis; replicated if only a mesh is given. With neither, the tensor joins the mesh of the first tensor it
             meets in an op.
         device: ``"cuda:1"`` is a mesh of that one device; ``x.device`` and ``"cpu"`` mean no mesh.
@@ -48,6 +50,23 @@ EXAMPLES = {
 }  # fmt: skip
 
 
+#: The keywords of torch's factories, beyond our own.
+KEYWORDS = frozenset({
+    "size", "dtype", "layout", "device", "requires_grad", "pin_memory", "memory_format", "generator", "out", "names", "fill_value",
+    "start", "end", "step", "steps", "base", "n", "m", "low", "high", "row", "col", "offset", "window_length", "periodic", "alpha",
+    "beta", "stride", "physical_layout", "input", "s",
+})  # fmt: skip
+
+
+def _check_keywords(name: str, given: dict[str, Any]) -> None:
+    """torch's own message on a misspelt keyword lists what it got, not which is wrong."""
+    for keyword in given:
+        if keyword not in KEYWORDS:
+            near = difflib.get_close_matches(keyword, [*KEYWORDS, "device_mesh", "placements"], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{name}(): got an unexpected keyword argument {keyword!r}{hint}")
+
+
 def _factory(name: str) -> Any:
     """The dtorch form of ``torch.<name>``: the same arguments, and ``device_mesh=`` and ``placements=``."""
     make = getattr(torch, name)
@@ -62,6 +81,7 @@ def _factory(name: str) -> Any:
         out: Any = None,
         **kwargs: Any,
     ) -> Tensor:
+        _check_keywords(name, kwargs)
         if out is not None:
             raise TypeError(f"{name}(): out= is not supported; write x.copy_(dtorch.{name}(...)) instead")
         if not isinstance(requires_grad, bool):
@@ -233,6 +253,7 @@ def _like(name: str) -> Any:
         requires_grad: bool = False,
         **kwargs: Any,
     ) -> Tensor:
+        _check_keywords(name, kwargs)
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"{name}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
         if isinstance(input, Tensor):

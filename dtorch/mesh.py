@@ -15,6 +15,15 @@ DEVICE_TYPES = ("cpu", "cuda")
 #: Device ids are small counts; a larger one is a mistake, and would not fit torch's own device index.
 LARGEST_ID = 32767
 
+#: What the mesh of a process of an SPMD program has → what to use where one program runs all.
+SPMD = {
+    "get_group": "ops and redistribute() communicate by themselves",
+    "get_all_groups": "ops and redistribute() communicate by themselves",
+    "get_rank": "x.local_shards() says what each device holds",
+    "get_local_rank": "mesh.coordinate(device_id) is where a device stands",
+    "get_coordinate": "mesh.coordinate(device_id) is where a device stands",
+}
+
 
 class DeviceMesh:
     """An n-d grid of devices. A grid dimension is an *axis*; its name is one of ``mesh_dim_names``.
@@ -172,6 +181,37 @@ class DeviceMesh:
             math.prod(self.shape[a] for a in present), *[self.shape[a] for a in kept]
         )
         return [DeviceMesh(self.device_type, part if kept else part.reshape(1), names) for part in moved]
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """The mesh itself, for the names of all its axes in order.
+
+        In a process of an SPMD program ``mesh["tp"]`` is the sub-mesh that the process is in. One controller is in none of them.
+
+        Raises:
+            KeyError: names of some axes, or of none: what to write instead.
+        """
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
+            raise TypeError(f"DeviceMesh[...]: expected axis names, got {names!r}")
+        if wanted == self.mesh_dim_names:
+            return self
+        for name in wanted:
+            if not self.has_dim_name(name):
+                raise KeyError(f"DeviceMesh[...]: {self} has no axis named {name!r}")
+        others = [name for name in self.mesh_dim_names or () if name not in wanted]
+        if not others:
+            raise KeyError(f"DeviceMesh[...]: {names!r} are the axes of {self} in another order, or more than once")
+        raise KeyError(
+            f"DeviceMesh[{names!r}]: this program is in none of the sub-meshes of {self}: mesh.unbind({others}) lists them all"
+        )
+
+    __iter__ = None
+
+    def __getattr__(self, name: str) -> Any:
+        advice = SPMD.get(name)
+        if advice is None:
+            raise AttributeError(f"'DeviceMesh' object has no attribute {name!r}")
+        raise AttributeError(f"a DeviceMesh has no {name!r}: one program runs all devices and has no rank; {advice}")
 
     def coordinate(self, device_id: int) -> tuple[int, ...] | None:
         """The position of a device in the grid, or None if the mesh does not hold it."""

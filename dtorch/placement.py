@@ -81,7 +81,7 @@ class Partial(_c.Partial):
     """Every device along the mesh axis holds an addend; the tensor's value is their sum.
 
     Raises:
-        ValueError: ``reduce_op`` is not a reduction. Only sums may be given as a tensor's placement.
+        ValueError: ``reduce_op`` is not ``"sum"``: maxima and the like are never pending in a tensor.
 
     Example::
 
@@ -91,8 +91,8 @@ class Partial(_c.Partial):
     """
 
     def __init__(self, reduce_op: str = "sum") -> None:
-        if reduce_op not in REDUCE_OPS:
-            raise ValueError(f"Partial(): reduce_op must be 'sum', got {reduce_op!r}")
+        if reduce_op != "sum":
+            raise ValueError(f"Partial(): reduce_op must be 'sum', got {reduce_op!r}: only sums may be pending")
         super().__init__(reduce_op)
 
     def __eq__(self, other: object) -> bool:
@@ -107,13 +107,16 @@ class Partial(_c.Partial):
     __str__ = __repr__
 
     def __reduce__(self) -> tuple:
-        return Partial, (self.reduce_op,)
+        return partial, (self.reduce_op,)
 
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
 _SHARDS: dict[int, Shard] = {}
 _PARTIALS: dict[str, Partial] = {"sum": PARTIAL}
+for _op in REDUCE_OPS[1:]:
+    _PARTIALS[_op] = Partial.__new__(Partial)
+    _c.Partial.__init__(_PARTIALS[_op], _op)
 
 
 def shard(dim: int) -> Shard:
@@ -126,10 +129,7 @@ def shard(dim: int) -> Shard:
 
 def partial(reduce_op: str = "sum") -> Partial:
     """The one `Partial` of ``reduce_op``; all but ``sum`` stay inside a plan."""
-    found = _PARTIALS.get(reduce_op)
-    if found is None:
-        found = _PARTIALS[reduce_op] = Partial(reduce_op)
-    return found
+    return _PARTIALS[reduce_op]
 
 
 # By type first: the C++ classes' own `isinstance` runs Python (0.5 us, torch 2.13), and planning asks a hundred times.

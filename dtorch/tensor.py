@@ -161,7 +161,11 @@ class Tensor(torch.Tensor):
 
         mesh = self.device_mesh if device_mesh is None else device_mesh
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"redistribute(): argument 'device_mesh' must be a DeviceMesh, got {type(mesh).__name__}")
+            placed = isinstance(mesh, (Placement, list, tuple))
+            raise TypeError(
+                f"redistribute(): argument 'device_mesh' must be a DeviceMesh, got {type(mesh).__name__}"
+                + ("; name the placements: x.redistribute(placements=[...])" if placed else "")
+            )
         if placements is None:
             if mesh.ndim != self.device_mesh.ndim:
                 raise ValueError(

@@ -93,7 +93,12 @@ class Failures:
 
     def unseen(self) -> Failure | None:
         """The first failure that nobody has been told of."""
-        return next((f for f in list(self._found.values()) if f.sequence not in self._reported), None)
+        return next(iter(self.all_unseen()), None)
+
+    def all_unseen(self) -> list[Failure]:
+        """One failure of each command whose failure nobody has been told of."""
+        found = {f.sequence: f for f in list(self._found.values()) if f.sequence not in self._reported}
+        return list(found.values())
 
     def count_as_seen(self) -> None:
         """Nobody need be told of what has failed so far."""

@@ -19,6 +19,8 @@ def to(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         ValueError: a device that dtorch cannot use; one device for a tensor on many.
     """
     first = args[0] if args else None
+    if isinstance(first, DeviceMesh) or isinstance(kwargs.get("device"), DeviceMesh):
+        raise TypeError("to(): a DeviceMesh is no device; x.redistribute(mesh, placements) brings x to another mesh")
     if isinstance(first, (str, torch.device, int)) and not isinstance(first, bool):
         device, args = first, args[1:]
     else:

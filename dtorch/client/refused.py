@@ -22,6 +22,12 @@ NEEDS_MEMORY = {
     "__dlpack_device__": "exchange x.to_torch() or x.local_shards() through dlpack",
 }
 
+#: What the tensor of a process of an SPMD program has → what to use where one program runs all.
+SPMD = {
+    "to_local": "x.local_shards() has what each device holds, x.to_torch() the whole",
+    "from_local": "dtorch.from_torch(whole, mesh, placements) places a whole tensor",
+}
+
 TRACING = (
     "torch.compile, torch.export and torch.func.linearize cannot trace dtorch tensors: call the function or module as it is (Python runs "
     "ahead of the workers; torch.func.jvp for linearize), or give them plain tensors"
@@ -33,8 +39,20 @@ def install(cls: type[torch.Tensor]) -> None:
     for name, advice in NEEDS_MEMORY.items():
         setattr(cls, name, _refusal(name, advice))
     cls.storage_offset = _storage_offset  # type: ignore[method-assign, assignment]
+    for name, advice in SPMD.items():
+        setattr(cls, name, _Absent(name, advice))
     cls.__tensor_flatten__ = property(_refuse_tracing)  # type: ignore[attr-defined]
     torch_internals.refuse_dlpack(cls)
+
+
+class _Absent:
+    """An attribute that is not there, with a word of why."""
+
+    def __init__(self, name: str, advice: str) -> None:
+        self._text = f"a dtorch tensor has no {name!r}: one program runs all devices; {advice}"
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise AttributeError(self._text)
 
 
 def _refusal(name: str, advice: str) -> Any:

@@ -22,6 +22,9 @@ from .controller import Controller
 
 log = logging.getLogger("dtorch")
 
+#: Failed operations that are listed in the end, after the first.
+LISTED = 10
+
 _lock = threading.RLock()
 _controller: Controller | None = None
 _inherited: Controller | None = None
@@ -59,7 +62,9 @@ def init(
     sync: bool | None = None,
     random: str | None = None,
 ) -> None:
-    """Start the cluster with settings of your own. Optional: the first tensor starts what it needs.
+    """Start the cluster with settings of your own.
+
+    Optional the first time, when the first tensor starts what it needs; after `shutdown` it must be called.
 
     Each setting may also come from the environment, as ``DTORCH_ENGINE`` and so on.
 
@@ -104,7 +109,9 @@ def _start(settings: _config.Config) -> None:
 
 
 def shutdown() -> None:
-    """End the cluster and every worker. Tensors made on it are gone; `init` starts a new one. May be called twice.
+    """End the cluster and every worker. May be called twice.
+
+    Tensors made on it are gone, and a tensor made after it is an error until `init` starts a new cluster.
 
     Work that is still queued is dropped: `synchronize` first waits for it.
     """
@@ -116,7 +123,7 @@ def shutdown() -> None:
             unseen = found.failures.unseen()
             found.close()
             if unseen is not None:
-                log.error("dtorch: an operation failed and nothing read its result:\n%s", found.failures.report(unseen))
+                log.error("%s", _unread(found, found.failures.report(unseen)))
         for callback in on_close:
             callback()
 
@@ -213,12 +220,21 @@ def _at_exit() -> None:
     except WorkerLost as exc:
         error = None if told else f"dtorch: {exc}"
     except BaseException as exc:
-        error = f"dtorch: an operation failed and nothing read its result:\n{exc}"
+        error = _unread(found, exc)
     found.failures.count_as_seen()
     shutdown()
     if error is not None:
         print(error, file=sys.stderr)
         _exit_with(1)
+
+
+def _unread(found: Controller, first: BaseException) -> str:
+    """What to say in the end of a failure that nobody was told of, and of the others."""
+    others = found.failures.all_unseen()
+    text = f"dtorch: an operation failed and nothing read its result:\n{first}"
+    if others:
+        text += f"\nand {len(others)} more failed:\n" + "\n".join(failure.line for failure in others[:LISTED])
+    return text + ("\n  …" if len(others) > LISTED else "")
 
 
 def _exit_with(status: int) -> None:

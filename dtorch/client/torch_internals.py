@@ -158,6 +158,35 @@ def refuse_dlpack(cls: type) -> None:
     torch.to_dlpack = torch.utils.dlpack.to_dlpack = to_dlpack
 
 
+def refuse_wrappers(cls: type, mesh: type) -> None:
+    """Have ``DistributedDataParallel`` refuse parameters of ``cls``, and ``module.to`` a ``mesh``, with a word of what to do instead.
+
+    ``nn.Module.to`` reads its arguments by ``torch._C._nn._parse_to``, ``torch.Tensor.to`` does not.
+    """
+    parallel = torch.nn.parallel.DistributedDataParallel
+    prepare, parse = parallel.__init__, torch._C._nn._parse_to
+
+    @functools.wraps(prepare)
+    def checked(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, torch.nn.Module) and any(isinstance(p, cls) for p in module.parameters()):
+            raise TypeError(
+                "DistributedDataParallel(): the module has dtorch parameters, and needs no wrapper: replicate them over the mesh "
+                "(dtorch.distribute_module(module, mesh)) and shard the batch (dtorch.from_torch(batch, mesh, [Shard(0)])); "
+                "gradients are then summed over the mesh by themselves"
+            )
+        prepare(self, module, *args, **kwargs)
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, mesh) for value in (*args, *kwargs.values())):
+            raise TypeError(
+                "to(): a DeviceMesh is no device; dtorch.distribute_module(module, mesh) puts a module on it"
+            )
+        return parse(*args, **kwargs)
+
+    parallel.__init__ = checked  # type: ignore[method-assign]
+    torch._C._nn._parse_to = parse_to  # type: ignore[assignment]
+
+
 def set_data_by(cls: type, become: Callable[[torch.Tensor, Any], None]) -> None:
     """``plain.data = source`` with a ``source`` of ``cls`` calls ``become``; torch would make a plain tensor over no memory and read it.
 

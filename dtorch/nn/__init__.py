@@ -11,7 +11,7 @@ from typing import Any as _Any
 
 import torch.nn as _torch_nn
 
-from . import functional, torch_submodules
+from . import functional
 from .context_parallel import SdpaOption
 from .distribute import distribute_module
 from .embedding import Embedding, EmbeddingWithReplicateOutput
@@ -25,8 +25,6 @@ from .linear import (
     RowParallelLinearWithReplicateOutput,
 )
 from .summaries import Summary, summary
-
-torch_submodules.install()
 
 __all__ = [
     "ColumnParallelLinear",

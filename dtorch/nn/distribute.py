@@ -24,7 +24,7 @@ log = logging.getLogger("dtorch")
 NOTES: WeakKeyDictionary[torch.nn.Module, list[str]] = WeakKeyDictionary()
 
 
-def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | str) -> torch.nn.Module:
+def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | str | None = None) -> torch.nn.Module:
     """Put the parameters and buffers of ``module`` on ``mesh``, as ``plan`` says; nothing else of it changes.
 
     Parameters stay the same objects where Python allows it (an optimizer built before goes on with them), tied ones stay tied, and
@@ -34,10 +34,10 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
     Args:
         module: any module; its tensors may be plain, on the meta device, or dtorch tensors already.
         mesh: where to.
-        plan: a dict of globs of parameter names (``"layers.*.up.weight"``; ``*`` matches dots too) to placements: a list, one per mesh
-            axis, or a dict by axis name, ``{"tp": Shard(0)}``, where axes not named replicate. The first glob that matches wins, what
-            none matches is replicated. A glob that matches parameters says nothing of buffers; a tensor without dims is always
-            replicated. A dict by axis name may name the axes ``dp tp pp ulysses_cp ring_cp`` though the mesh lacks them.
+        plan: nothing, to replicate all; or a dict of globs of parameter names (``"layers.*.up.weight"``; ``*`` matches dots too) to
+            placements: a list, one per mesh axis, or a dict by axis name, ``{"tp": Shard(0)}``, where axes not named replicate. The
+            first glob that matches wins, what none matches is replicated. A glob that matches parameters says nothing of buffers; a
+            tensor without dims is always replicated. A dict by axis name may name the axes ``dp tp pp ulysses_cp ring_cp`` though the mesh lacks them.
             ``"auto"`` takes the tensor-parallel plan of the model itself (Hugging Face's ``tp_plan``) along the axis ``tp``, or the
             only axis of a mesh without names. A projection whose heads the axis does not divide is replicated.
 
@@ -67,6 +67,7 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"distribute_module(): argument 'mesh' must be a DeviceMesh, not {type(mesh).__name__}")
+    plan = {} if plan is None else plan
     held = held_by(module)
     for one in held:
         _check(one)

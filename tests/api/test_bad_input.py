@@ -15,6 +15,7 @@ import torch
 import dtorch
 from dtorch import DeviceMesh, Partial, Replicate, Shard, _environment, config
 from dtorch.errors import DeviceUnavailable, DTorchError, MeshMismatch
+from dtorch.placement import partial
 
 pytestmark = [pytest.mark.usefixtures("simulated"), pytest.mark.filterwarnings("ignore")]
 
@@ -67,6 +68,15 @@ MESHES: dict[str, Case] = {
     "unbind twice": (lambda g: g.grid.unbind(["dp", 0]), ValueError, "twice"),
     "names in a set": (lambda g: g.grid.check_all_dim_names_in_set({"dp"}), ValueError, r"\['tp'\].*\['dp'\]"),
     "names in a string": (lambda g: g.grid.check_all_dim_names_in_set("dp"), TypeError, "set of str"),
+    "an axis": (lambda g: g.grid["tp"], KeyError, r"none of the sub-meshes.*unbind\(\['dp'\]\)"),
+    "an absent axis": (lambda g: g.grid["pp"], KeyError, "no axis named 'pp'"),
+    "axes in another order": (lambda g: g.grid["tp", "dp"], KeyError, "another order"),
+    "an index": (lambda g: g.grid[0], TypeError, "axis names, got 0"),
+    "iterated": (lambda g: list(g.grid), TypeError, "not iterable"),
+    "get_rank": (lambda g: g.grid.get_rank(), AttributeError, r"has no rank.*local_shards"),
+    "get_local_rank": (lambda g: g.grid.get_local_rank("tp"), AttributeError, "coordinate"),
+    "get_group": (lambda g: g.grid.get_group("tp"), AttributeError, "redistribute"),
+    "an absent attribute": (lambda g: g.grid.ranks, AttributeError, "no attribute 'ranks'"),
     "changed": (lambda g: setattr(g.mesh, "shape", (3,)), AttributeError, "does not change"),
     "stages: type": (lambda g: dtorch.assign_layers_to_stages(2.0, 1), TypeError, "num_layers.*int.*float"),
     "stages: none": (lambda g: dtorch.assign_layers_to_stages(2, 0), ValueError, "at least 1"),
@@ -78,6 +88,7 @@ PLACEMENTS: dict[str, Case] = {
     "Shard of a bool": (lambda g: Shard(True), TypeError, "'dim' must be int"),
     "Shard of nothing": (lambda g: Shard(), TypeError, "dim"),
     "Partial": (lambda g: Partial("avg"), ValueError, "'sum'.*'avg'"),
+    "Partial of a maximum": (lambda g: Partial("max"), ValueError, "'sum'.*'max'"),
 }
 
 #: What may be wrong with placements, for a tensor of two dims on one axis; checked wherever placements are taken.
@@ -92,7 +103,7 @@ BAD_PLACEMENTS: dict[str, tuple[Any, type[Exception], str]] = {
     "a None": ([None], TypeError, "Shard, Replicate or Partial"),
     "a number": (3, TypeError, "must be a list"),
     "a dict": ({"tp": Shard(0)}, TypeError, "must be a list"),
-    "a maximum": ([Partial("max")], ValueError, "only sums"),
+    "a maximum": ([partial("max")], ValueError, "only sums"),
 }
 
 TAKERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -114,6 +125,9 @@ TAKERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 CREATION: dict[str, Case] = {
+    "a misspelt name": (lambda g: dtorch.zeros(2, placement=[Shard(0)]), TypeError, "'placement'; did you mean 'placements'"),
+    "a misspelt name of a like": (lambda g: dtorch.ones_like(g.x, mesh=g.mesh), TypeError, "'mesh'; did you mean"),
+    "an unknown name": (lambda g: dtorch.rand(2, zzz=1), TypeError, r"rand\(\).*'zzz'$"),
     "shard of a 0-d tensor": (lambda g: dtorch.zeros((), device_mesh=g.mesh, placements=[Shard(0)]), ValueError, "0-d"),
     "mesh": (lambda g: dtorch.zeros(4, device_mesh="cpu"), TypeError, "'device_mesh' must be a DeviceMesh, not str"),
     "mesh of ids": (lambda g: dtorch.from_torch(torch.ones(2), [0, 1]), TypeError, "'device_mesh' must be a DeviceMesh"),
@@ -183,7 +197,8 @@ CREATION: dict[str, Case] = {
 
 TENSORS: dict[str, Case] = {
     "redistribute: mesh": (lambda g: g.x.redistribute("cpu"), TypeError, "'device_mesh' must be a DeviceMesh"),
-    "redistribute: placements first": (lambda g: g.x.redistribute([Shard(0)]), TypeError, "'device_mesh' must be a DeviceMesh"),
+    "redistribute: placements first": (lambda g: g.x.redistribute([Shard(0)]), TypeError, r"x\.redistribute\(placements="),
+    "redistribute: a placement": (lambda g: g.x.redistribute(Replicate()), TypeError, r"x\.redistribute\(placements="),
     "redistribute: another number of axes": (lambda g: g.x.redistribute(g.grid), ValueError, "placements are needed"),
     "dtorch.redistribute: a list": (lambda g: dtorch.redistribute([1], g.mesh, [Shard(0)]), TypeError, "tensor, not list"),
     "dtorch.redistribute: plain": (lambda g: dtorch.redistribute(torch.ones(2), g.mesh, [Shard(0)]), TypeError, "from_torch"),
@@ -211,6 +226,16 @@ TENSORS: dict[str, Case] = {
 }  # fmt: skip
 
 RUNNING: dict[str, Case] = {
+    "to_local": (lambda g: g.x.to_local(), AttributeError, "local_shards"),
+    "from_local": (lambda g: dtorch.Tensor.from_local(g.x), AttributeError, "from_torch"),
+    "to a mesh": (lambda g: g.x.to(g.mesh), TypeError, r"x\.redistribute\(mesh"),
+    "to device= a mesh": (lambda g: g.x.to(device=g.mesh), TypeError, r"x\.redistribute\(mesh"),
+    "module to a mesh": (lambda g: torch.nn.Linear(2, 2).to(g.mesh), TypeError, r"dtorch\.distribute_module"),
+    "DistributedDataParallel": (
+        lambda g: torch.nn.parallel.DistributedDataParallel(torch.nn.ParameterList([g.x])),
+        TypeError,
+        r"distribute_module\(module, mesh\).*Shard\(0\)",
+    ),
     "init twice": (lambda g: dtorch.init(), DTorchError, "shutdown"),
     "init: engine": (lambda g: dtorch.init(engine="threads"), ValueError, "'processes', 'simulate'.*'threads'"),
     "init: engine type": (lambda g: dtorch.init(engine=3), TypeError, "engine must be a str"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import subprocess
+import sys
 import types
 
 import pytest
@@ -131,7 +133,34 @@ def test_a_method_of_tensor(name: str) -> None:
 def test_everything_listed_is_there() -> None:
     assert [name for name in dtorch.__all__ if not hasattr(dtorch, name)] == []
     assert set(dtorch.__all__) <= set(dir(dtorch))
-    assert {"matmul", "float32", "no_grad", "nn"} <= set(dir(dtorch))
+    assert {"matmul", "float32", "no_grad", "nn", "optim", "Size", "FloatTensor", "pi", "inf"} <= set(dir(dtorch))
+
+
+def test_dir_has_no_implementation() -> None:
+    assert not {"sys", "os", "inspect", "annotations", "client", "engine", "Callable", "TypeVar"} & set(dir(dtorch))
+    assert not [name for name in dir(dtorch) if name.startswith("_") and not name.startswith("__")]
+
+
+def test_compile_says_that_it_is_not_there_yet() -> None:
+    for call in (lambda: dtorch.compile(len), lambda: dtorch.compile(mode="max-autotune")):
+        with pytest.raises(dtorch.errors.DTorchError, match=r"not there yet.*torch\.compile"):
+            call()
+
+
+def test_typed_constructors_make_tensors_of_ours(engine: str) -> None:
+    for name, data in {
+        "FloatTensor": [1.5, 2],
+        "LongTensor": [[1, 2]],
+        "BoolTensor": [True],
+        "IntTensor": (2,),
+    }.items():
+        made, plain = getattr(dtorch, name)(data), getattr(torch, name)(data)
+        assert type(made) is dtorch.Tensor
+        assert (made.shape, made.dtype) == (plain.shape, plain.dtype)
+        assert torch.equal(made.to_torch(), plain)
+        assert isinstance(made, getattr(dtorch, name))
+        assert not isinstance(made, dtorch.DoubleTensor)
+    assert dtorch.FloatTensor(2, 3).shape == (2, 3)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -164,6 +193,49 @@ def test_errors() -> None:
         errors.ImplicitCommunication,
     ):
         assert issubclass(kind, errors.DTorchError)
+
+
+SUBMODULES = """
+import sys, dtorch, torch
+before = torch.nn.utils.__spec__
+from dtorch.nn.utils import clip_grad_norm_
+from dtorch.nn.utils.rnn import pad_sequence
+import dtorch.nn.init as init, dtorch.nn.functional as F, dtorch.nn.parameter
+from dtorch.nn.modules.linear import Linear
+assert clip_grad_norm_ is torch.nn.utils.clip_grad_norm_ and pad_sequence is torch.nn.utils.rnn.pad_sequence
+assert init is torch.nn.init and F.gelu is torch.nn.functional.gelu and dtorch.nn.parameter is torch.nn.parameter
+assert Linear is torch.nn.Linear and torch.nn.utils.__spec__ is before
+from dtorch.optim import Adam
+from dtorch.optim.lr_scheduler import StepLR
+from dtorch.utils.data import DataLoader
+from dtorch.utils.checkpoint import checkpoint
+from dtorch.distributions import Normal
+from dtorch.autograd.functional import jacobian
+from dtorch.ops import aten
+import dtorch.linalg, dtorch.cuda.amp, dtorch.amp, dtorch.fft, dtorch.special, dtorch.testing, dtorch.profiler, dtorch.backends.cuda
+import dtorch.errors, dtorch.io, dtorch.client.runtime
+assert Adam is torch.optim.Adam and StepLR is torch.optim.lr_scheduler.StepLR and DataLoader is torch.utils.data.DataLoader
+assert checkpoint is torch.utils.checkpoint.checkpoint and Normal is torch.distributions.Normal and aten is torch.ops.aten
+assert jacobian is torch.autograd.functional.jacobian and dtorch.cuda.amp is torch.cuda.amp and dtorch.optim is torch.optim
+assert dtorch.io.__name__ == "dtorch.io" and dtorch.errors.__name__ == "dtorch.errors"
+for name in ("dtorch.no_such_module", "dtorch.optim.no_such_module"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        assert name in str(error)
+    else:
+        raise SystemExit("imported")
+try:
+    import dtorch.nn.no_such_module
+except ModuleNotFoundError as error:
+    assert "dtorch.nn.no_such_module" in str(error)
+else:
+    raise SystemExit("imported")
+"""
+
+
+def test_submodules_are_the_same_modules() -> None:
+    subprocess.run([sys.executable, "-c", SUBMODULES], check=True, timeout=120)
 
 
 PORTED = """

@@ -139,7 +139,7 @@ def test_the_accelerator_is_the_one_there_was_before() -> None:
         lambda: accelerator.device_index(0).__enter__(),
         lambda: torch.ones(2).pin_memory(),
     ):
-        with pytest.raises(RuntimeError, match="^Cannot access accelerator device when none is available"):
+        with pytest.raises(RuntimeError, match=r"^Cannot access accelerator device when none is available"):
             call()
     assert not torch.ones(2).is_pinned()
     assert not placed().is_pinned()

@@ -122,3 +122,24 @@ def test_a_failure_nobody_has_seen_is_told_at_exit(end: str, status: int) -> Non
     assert found == status
     if "OSError" in end:
         assert "OSError: of the user" in err
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 1), ("dtorch.shutdown()", 0)])
+def test_all_failures_that_nobody_read_are_told_in_the_end(end: str, status: int) -> None:
+    """By the exit or by ``shutdown``: the first in full, the others by op and line, each once though both devices failed."""
+    found, _, err = run(f"""
+        x = dtorch.ones(4, 2, device_mesh=mesh)
+        wrong = dtorch.distribute_tensor(torch.tensor([9, 9]), mesh, shard)
+        x[wrong]
+        torch.index_select(x, 0, wrong)
+        x.gather(0, wrong.view(1, 2)) + 1
+        while not dtorch.client.runtime.current().failures.all_unseen()[2:]: dtorch.worker_status(), x.sum().item()
+        {end}
+    """)
+    assert found == status, err
+    first, _, others = err.partition("and 2 more failed:\n")
+    assert "nothing read its result" in first
+    assert "aten.index.Tensor" in first
+    assert "aten.index_select.default, issued at" in others
+    assert "aten.gather.default" in others
+    assert others.count("issued at") == 2

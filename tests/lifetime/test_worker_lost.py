@@ -57,12 +57,16 @@ def x(mesh: dtorch.DeviceMesh) -> Iterator[dtorch.Tensor]:
 
 
 def test_idle(x: dtorch.Tensor) -> None:
+    """Also for what the dead worker is not asked for: the first device alone could give a replicated value."""
+    replicated = dtorch.ones(2, 2, device_mesh=x.device_mesh)
+    replicated.to_torch()
     killed = kill(pids()[1])
     assert until(lambda: not dtorch.is_initialized(), SOON)
     lost_soon(
         killed,
         lambda: x + 1,
         x.to_torch,
+        replicated.to_torch,
         lambda: repr(x),
         dtorch.synchronize,
         dtorch.memory_stats,

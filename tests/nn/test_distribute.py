@@ -53,6 +53,11 @@ def test_a_model(model: str, mesh: str) -> None:
     assert_same(step(there, placed(x, MESHES[mesh])), step(alone, x))
 
 
+def test_without_a_plan_all_is_replicated() -> None:
+    module = distribute_module(mlp(), DeviceMesh("cpu", [0, 1]))
+    assert {tuple(p.placements) for p in module.parameters()} == {(Replicate(),)}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_fully_sharded(model: str) -> None:
     """Every parameter in parts, and the batch too."""

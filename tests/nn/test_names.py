@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -43,29 +41,6 @@ def test_names_of_our_own() -> None:
         assert star[name] is getattr(nn, name)
     assert dtorch.distribute_module is nn.distribute_module
     assert dtorch.summary is nn.summary
-
-
-SUBMODULES = """
-import sys, dtorch, torch
-before = torch.nn.utils.__spec__
-from dtorch.nn.utils import clip_grad_norm_
-from dtorch.nn.utils.rnn import pad_sequence
-import dtorch.nn.init as init, dtorch.nn.functional as F, dtorch.nn.parameter
-from dtorch.nn.modules.linear import Linear
-assert clip_grad_norm_ is torch.nn.utils.clip_grad_norm_ and pad_sequence is torch.nn.utils.rnn.pad_sequence
-assert init is torch.nn.init and F.gelu is torch.nn.functional.gelu and dtorch.nn.parameter is torch.nn.parameter
-assert Linear is torch.nn.Linear and torch.nn.utils.__spec__ is before
-try:
-    import dtorch.nn.no_such_module
-except ModuleNotFoundError as error:
-    assert "dtorch.nn.no_such_module" in str(error)
-else:
-    raise SystemExit("imported")
-"""
-
-
-def test_submodules_are_the_same_modules() -> None:
-    subprocess.run([sys.executable, "-c", SUBMODULES], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("module", ["linear", "embedding", "distribute", "summaries"])

@@ -1,4 +1,4 @@
-"""``from dtorch.nn.utils import clip_grad_norm_``: the submodules of ``torch.nn``, the same module objects, under our name too."""
+"""``from dtorch.optim import Adam``: the submodules of ``torch``, the same module objects, under our name too."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import importlib
 import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-OURS, TORCHS = "dtorch.nn.", "torch.nn."
-
-#: Submodules of ours that have a namesake in torch.nn.
-REPLACED = ("dtorch.nn.functional",)
+OURS, TORCHS = "dtorch.", "torch."
 
 
 class _TheSame(Loader):
     """Loads nothing: the module is there."""
 
     def __init__(self, module: ModuleType) -> None:
-        self.module, self.spec = module, module.__spec__
+        self.module, self.spec = module, getattr(module, "__spec__", None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.module
@@ -33,10 +30,13 @@ class _Finder(MetaPathFinder):
     """First of all finders: ``torch.nn.utils.__path__`` would let Python's own make a second copy of ``torch.nn.utils.rnn``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(OURS) or name in REPLACED:
+        if not name.startswith(OURS):
             return None
+        parent = sys.modules[name.rpartition(".")[0]]
+        if (parent.__name__ + ".").startswith(OURS) and PathFinder.find_spec(name, path) is not None:
+            return None  # a module of our own
         theirs = TORCHS + name.removeprefix(OURS)
-        if importlib.util.find_spec(theirs) is None:
+        if theirs not in sys.modules and importlib.util.find_spec(theirs) is None:
             return None
         return importlib.util.spec_from_loader(name, _TheSame(importlib.import_module(theirs)))
 
