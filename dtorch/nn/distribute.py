@@ -37,7 +37,8 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
         plan: nothing, to replicate all; or a dict of globs of parameter names (``"layers.*.up.weight"``; ``*`` matches dots too) to
             placements: a list, one per mesh axis, or a dict by axis name, ``{"tp": Shard(0)}``, where axes not named replicate. The
             first glob that matches wins, what none matches is replicated. A glob that matches parameters says nothing of buffers; a
-            tensor without dims is always replicated. A dict by axis name may name the axes ``dp tp pp ulysses_cp ring_cp`` though the mesh lacks them.
+            tensor without dims is always replicated. A dict by axis name may name the axes
+            ``dp tp pp ulysses_cp ring_cp`` though the mesh lacks them.
             ``"auto"`` takes the tensor-parallel plan of the model itself (Hugging Face's ``tp_plan``) along the axis ``tp``, or the
             only axis of a mesh without names. A projection whose heads the axis does not divide is replicated.
 

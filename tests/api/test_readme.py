@@ -1,15 +1,18 @@
-"""The README's Python runs, one block after the other, and prints what its comments say."""
+"""The Python of the README and of the guide runs, one block after the other, and prints what its comments say."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import dtorch
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 @pytest.mark.usefixtures("engine")
@@ -29,3 +32,23 @@ def test_the_code_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(6x2 and 6x2\)"):
         exec("dtorch.ones(6, 2, device_mesh=mesh) @ dtorch.ones(6, 2, device_mesh=mesh)", namespace)
     assert dtorch.is_initialized()
+
+
+def test_the_code_in_the_guide(capsys: pytest.CaptureFixture[str], simulated: None) -> None:
+    text = (ROOT / "docs" / "guide.md").read_text()
+    namespace: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+        exec(block, namespace)
+        printed = capsys.readouterr().out.splitlines()
+        expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.M)
+        assert set(printed) == set(expected)
+
+
+def test_the_output_of_the_example_in_the_readme() -> None:
+    """Without the last digits, which differ from machine to machine."""
+    ran = subprocess.run(
+        [sys.executable, ROOT / "examples" / "train_step.py"], capture_output=True, text=True, check=True
+    )
+    text = README.read_text()
+    for line in ran.stdout.splitlines()[:-1]:
+        assert f"\n{line}\n" in text

@@ -141,3 +141,12 @@ MATRIX = torch.arange(12.0).reshape(4, 3) - 4.5
 )
 def test_a_program_that_treats_a_matrix_as_python_does(program: Any, layout: str) -> None:
     same(program, layout, MATRIX)
+
+
+def test_a_data_loader_over_a_sharded_data_set() -> None:
+    plain = torch.arange(20.0).reshape(5, 4)
+    ours = dtorch.from_torch(plain, dtorch.DeviceMesh("cpu", [0, 1]), [dtorch.Shard(0)])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ours), batch_size=2)
+    for (batch,), expected in zip(loader, plain.split(2), strict=True):
+        assert type(batch) is dtorch.Tensor
+        assert torch.equal(batch.to_torch(), expected)
