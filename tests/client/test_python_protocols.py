@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .same import each, every_engine, every_layout, same
+import dtorch
+
+from .same import each, every_engine, every_layout, place, same
 
 pytestmark = [every_engine, every_layout]
 
@@ -143,10 +145,8 @@ def test_a_program_that_treats_a_matrix_as_python_does(program: Any, layout: str
     same(program, layout, MATRIX)
 
 
-def test_a_data_loader_over_a_sharded_data_set() -> None:
-    plain = torch.arange(20.0).reshape(5, 4)
-    ours = dtorch.from_torch(plain, dtorch.DeviceMesh("cpu", [0, 1]), [dtorch.Shard(0)])
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ours), batch_size=2)
-    for (batch,), expected in zip(loader, plain.split(2), strict=True):
+def test_a_data_loader_over_a_data_set_of_ours(layout: str) -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(place(MATRIX, layout)), batch_size=3)
+    for (batch,), expected in zip(loader, MATRIX.split(3), strict=True):
         assert type(batch) is dtorch.Tensor
         assert torch.equal(batch.to_torch(), expected)
