@@ -199,6 +199,8 @@ def rebind(target: Tensor, source: torch.Tensor) -> None:
     """Make ``target`` a handle on what ``source`` is: value, spec and torch's own metadata together."""
     if type(target) is not Tensor:
         raise TypeError("a plain torch.Tensor cannot be set to a dtorch tensor; make the target with dtorch.from_torch")
+    if not isinstance(source, torch.Tensor):
+        raise TypeError(f"Variable data has to be a tensor, but got {type(source).__name__}")  # torch's words
     if type(source) is not Tensor:  # plain: taken where the target is
         spec = target._spec
         alike = spec is not None and source.shape == spec.shape and not spec.has_partial

@@ -12,6 +12,8 @@ import itertools
 from collections import deque
 from typing import Any
 
+from .interrupts import critical
+
 #: Ids of values whose last handle died. Appended by finalizers in any thread; the controller drains it.
 FREED: deque[int] = deque()
 
@@ -42,6 +44,7 @@ class Value:
 
     __slots__ = ("id", "root", "copy", "keep", "kept", "__weakref__")
 
+    @critical
     def __init__(self, id: int, root: Root | None = None, copy: Copy | None = None, keep: Value | None = None) -> None:
         self.id = id
         self.root = Root(id) if root is None else root
@@ -49,6 +52,7 @@ class Value:
         self.keep = keep
         self.kept: dict[Any, tuple[Value, int]] | None = None
 
+    @critical  # an interrupted finalizer would leave its value on the workers, and the Ctrl-C would be lost
     def __del__(self, freed: Any = FREED.append) -> None:
         freed(self.id)
 

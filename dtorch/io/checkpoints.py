@@ -111,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
             and ".." not in Path(file).parts
             for file in weight_map.values()
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         legal = False
     if not legal:
         raise ValueError(

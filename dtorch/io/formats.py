@@ -35,6 +35,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+#: What the header uses itself where the names of tensors stand.
+METADATA = "__metadata__"
+
 #: The header's own length.
 PREFIX = 8
 ALIGNMENT = 8
@@ -45,7 +48,7 @@ def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 
     As the library does, the widest dtypes come first, so that each tensor is aligned.
     """
-    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    described: dict[str, object] = {METADATA: dict(metadata)}
     starts: dict[str, int] = {}
     position = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
@@ -76,11 +79,11 @@ def damage(path: str, size: int) -> str:
             return "the file is truncated within its header, or is no safetensors file"
         try:
             described = json.loads(file.read(length))
-            ends = {name: entry["data_offsets"] for name, entry in described.items() if name != "__metadata__"}
+            ends = {name: entry["data_offsets"] for name, entry in described.items() if name != METADATA}
             held = size - PREFIX - length
             order: Sequence[str] = sorted(ends, key=lambda name: ends[name])
             cut = next((name for name in order if ends[name][1] > held), None)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "its header is corrupt"
     if cut is None:
         return "its header does not fit what follows it"

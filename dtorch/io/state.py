@@ -95,6 +95,9 @@ def load_state(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     saved = {
         name: _Saved(name, kept["kind"], kept["state"], entries, folder) for name, kept in document["objects"].items()
     }
+    random_numbers = _Saved("random", "value", document["random"], entries, folder)
+    for one in (*saved.values(), random_numbers):
+        one.check()
     in_place: Pairs = []
     for name, found in objects.items():
         _check_given(name, found, saved, folder)
@@ -105,7 +108,7 @@ def load_state(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     for name, found in objects.items():
         KINDS[saved[name].kind].restore(found, saved[name])
     values = {name: one.read() for name, one in saved.items() if one.kind == "value"}
-    _set_random_state(_Saved("random", "value", document["random"], entries, folder).read())
+    _set_random_state(random_numbers.read())
     return values
 
 
@@ -127,6 +130,21 @@ class _Saved:
         if entry is None:
             raise ValueError(f"tensor {reference!r} of {self.name!r} is missing in the files of {self.folder}")
         return entry
+
+    def check(self) -> None:
+        """ValueError if it cannot be read, before anything is changed."""
+
+        def found(path: trees.Path, reference: str, placed: bool) -> torch.Tensor:
+            self.entry(reference)
+            return torch.empty(0)
+
+        try:
+            data = trees.read(self.state, (), found)
+            legal = KINDS[self.kind].legal(data)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.folder / STATE} is damaged: {self.name!r} cannot be read ({error})") from error
+        if not legal:
+            raise ValueError(f"{self.folder / STATE} is damaged: {self.name!r} is no state of {KINDS[self.kind].what}")
 
     def named_entries(self) -> dict[str, Entry]:
         """The entries of an object that is one tensor, or a dict of them and of other things."""
@@ -210,13 +228,17 @@ def _nothing(found: Any, saved: _Saved) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How objects of a kind are kept. ``targets``: those of its tensors that are filled in place, by name in its state."""
+    """How objects of a kind are kept.
+
+    ``targets``: those of its tensors that are filled in place, by name in its state. ``legal``: whether what a file says is such a state.
+    """
 
     what: str
     holds: Callable[[Any], bool]
     state: Callable[[Any], Any]
     restore: Callable[[Any, _Saved], None]
     targets: Callable[[str, Any], list[Target]] = lambda name, found: []
+    legal: Callable[[Any], bool] = lambda data: True
 
 
 #: In the order of asking.
@@ -227,18 +249,25 @@ KINDS: dict[str, _Kind] = {
         _module_state,
         _restore_module,
         lambda name, x: targets_of(x),
+        lambda data: isinstance(data, dict) and all(isinstance(name, str) for name in data),
     ),
     "optimizer": _Kind(
         "an optimizer", lambda x: isinstance(x, torch.optim.Optimizer), lambda x: x.state_dict(), _restore_optimizer
     ),
     "tensor": _Kind(
-        "a tensor", lambda x: isinstance(x, torch.Tensor), lambda x: x, _nothing, lambda name, x: [Target(x, [name])]
+        "a tensor",
+        lambda x: isinstance(x, torch.Tensor),
+        lambda x: x,
+        _nothing,
+        lambda name, x: [Target(x, [name])],
+        lambda data: isinstance(data, torch.Tensor),
     ),
     "generator": _Kind(
         "a torch.Generator",
         lambda x: isinstance(x, torch.Generator),
         lambda x: [x.get_state()],
         lambda x, saved: x.set_state(saved.read()[0]) and None,
+        legal=lambda data: isinstance(data, list) and len(data) == 1 and isinstance(data[0], torch.Tensor),
     ),
     "stateful": _Kind(
         "an object with a state_dict",
@@ -294,8 +323,11 @@ def _document(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no {STATE} in {folder}; save_state writes one")
     try:
         document = json.loads(file.read_text())
-        legal = document["format"] == FORMAT
-    except (ValueError, KeyError, TypeError):
+        legal = document["format"] == FORMAT and {"torch", "python", "numpy"} <= {
+            key for key, _ in document["random"]["dict"]
+        }
+        legal = legal and all(kept["kind"] in KINDS and "state" in kept for kept in document["objects"].values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         legal = False
     if not legal:
         raise ValueError(f"{file} is damaged, or not of the format {FORMAT!r}")

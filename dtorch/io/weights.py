@@ -183,7 +183,8 @@ def save(
 
     Raises:
         TypeError: something that safetensors cannot hold. It is named.
-        ValueError: a tensor on the meta device; ``max_shard_size`` for a single file, or none that it understands.
+        ValueError: a tensor on the meta device; a name that the format cannot hold; ``max_shard_size`` for a single file, or none
+            that it understands.
         OSError: no space, no permission. The target is what it was then.
         RemoteError: a worker could not write, or a tensor has no value because an op failed.
 
@@ -230,6 +231,8 @@ def named_tensors(caller: str, source: Any) -> dict[str, torch.Tensor]:
 def checked(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Raise for what the format cannot hold."""
     for name, tensor in tensors.items():
+        if name == formats.METADATA or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ValueError(f"save(): safetensors cannot hold a tensor of the name {name!r}")
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"save(): {name!r} is a {type(tensor).__name__}, and safetensors hold only tensors; dtorch.io.save_state keeps more"

@@ -49,7 +49,7 @@ class Recording:
         self.ops: list[OpRun] = []
         self.communication: list[Communication] = []
         self.fallbacks: list[Fallback] = []
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[bytes, Program] = {}  # by their definitions: another cluster numbers them anew
         self._lines: OrderedDict[int, str] = OrderedDict()
 
     def _issued(self, controller: Any, command: list, name: str, sequence: int) -> None:
@@ -59,10 +59,10 @@ class Recording:
             return
         line = self._line(controller.history.line(sequence))
         self.ops.append(OpRun(name, line))
-        program = self._programs.get(number)
+        body = controller.program_bodies[number - protocol.FIRST_PROGRAM][1]
+        program = self._programs.get(body)
         if program is None:
-            body = controller.program_bodies[number - protocol.FIRST_PROGRAM][1]
-            program = self._programs[number] = msgspec.msgpack.decode(body, type=Program)
+            program = self._programs[body] = msgspec.msgpack.decode(body, type=Program)
         operands = command[len(command) - program.operands :]
         asked_for = name == "redistribute" or program.name in ASKED_FOR
         self.communication += communication_of(program, operands, controller.meshes.__getitem__, name, asked_for, line)

@@ -172,3 +172,13 @@ def test_a_data_loader_within_default_mesh() -> None:
         for keywords in ({}, {"shuffle": True}, {"num_workers": 1}):
             batches = [x for (x,) in torch.utils.data.DataLoader(data, 4, **keywords)]
             assert sorted(torch.cat(batches).flatten().tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, [1, 2], "x"])
+def test_data_must_be_a_tensor(wrong: Any) -> None:
+    x = place(X, "first")
+    with pytest.raises(TypeError) as expected:
+        torch.ones(2).data = wrong
+    with pytest.raises(TypeError) as found:
+        x.data = wrong
+    assert str(found.value) == str(expected.value)

@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,37 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": "other"}))
     with pytest.raises(ValueError, match=r"state\.json is damaged"):
         load_state(tmp_path, model=layer)
+
+
+def _places(data: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Every place in JSON, of long lists only the beginning."""
+    items = data.items() if isinstance(data, dict) else enumerate(data[:2]) if isinstance(data, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from _places(item, (*path, key))
+
+
+@pytest.mark.parametrize("wrong", [None, [], {"tensor": "y", "placed": True}], ids=str)
+def test_a_damaged_state_changes_nothing(wrong: Any, tmp_path: Path, engine: str) -> None:
+    if engine != "simulate":
+        pytest.skip("the client reads it")
+    layer = distribute_module(torch.nn.Linear(4, 3), TWO, {"*": [Shard(0)]})
+    save_state(tmp_path, model=layer, values=[1, {"a": torch.ones(2)}], x=torch.ones(2), generator=torch.Generator())
+    x, numbers = torch.zeros(2), torch.get_rng_state()
+    good = (tmp_path / "state.json").read_text()
+    refused = []
+    for path in _places(json.loads(good)["objects"]):
+        document = json.loads(good)
+        place = document["objects"]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = wrong
+        (tmp_path / "state.json").write_text(json.dumps(document))
+        try:
+            load_state(tmp_path, model=layer, x=x, generator=torch.Generator())
+        except ValueError as error:
+            refused.append((str(error), bool(x.any())))
+        x.zero_()
+    assert len(refused) > 10
+    assert [text for text, changed in refused if changed or str(tmp_path) not in text] == []
+    assert torch.equal(torch.get_rng_state(), numbers)

@@ -324,6 +324,10 @@ def garbage(path: Path) -> None:
     path.write_bytes(found)
 
 
+def header(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + b"\x00" * 48)
+
+
 BAD: dict[Callable[[Path], None], str] = {
     without_bias: r"'bias' of the module is missing in .*x\.safetensors; 'bais' is near\n.*'bais' in .*x\.safetensors is no tensor",
     wrong_shape: r"'weight' has shape \(4, 3\) in .*x\.safetensors and \(3, 4\) in the module",
@@ -331,6 +335,10 @@ BAD: dict[Callable[[Path], None], str] = {
     truncated: r"x\.safetensors: the file is truncated: tensor 'weight' should end 60 bytes behind the header, and there are 56",
     cut_header: r"x\.safetensors: the file is truncated within its header",
     garbage: r"x\.safetensors: its header is corrupt",
+    header('{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0]}}'): r"x\.safetensors: its header is corrupt",
+    header('{"a": {"dtype": "F32", "shape": [3], "data_offsets": []}}'): r"x\.safetensors: its header is corrupt",
+    header("[" * 5000): r"x\.safetensors: its header is corrupt",
+    header("[]"): r"x\.safetensors: its header is corrupt",
 }
 
 
@@ -370,7 +378,13 @@ def test_bad_indices(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}))
     with pytest.raises(ValueError, match=r"cannot read tensor 'bias': .*b\.safetensors: the file is truncated"):
         load(linear(), tmp_path)
-    for text in ("{", "[]", '{"weight_map": {"weight": "../a.safetensors"}}', '{"weight_map": {"weight": 3}}'):
+    for text in (
+        "{",
+        "[]",
+        '{"weight_map": {"weight": "../a.safetensors"}}',
+        '{"weight_map": {"weight": 3}}',
+        "[" * 10**5,
+    ):
         index.write_text(text)
         with pytest.raises(ValueError, match="is no index of safetensors files"):
             load(linear(), tmp_path)
@@ -405,6 +419,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         save({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path)
     with pytest.raises(ValueError, match="'x' is on the meta device"):
         save({"x": torch.ones(2, device="meta")}, tmp_path)
+    for name in ("__metadata__", "a\ud800"):  # the format's own word, and what is no text: nobody could read the file
+        with pytest.raises(ValueError, match="safetensors cannot hold a tensor of the name"):
+            save({"x": torch.ones(2), name: torch.ones(2)}, tmp_path)
     for size in ("many", 0, -1, True, "5 apples"):
         with pytest.raises(ValueError, match="max_shard_size must be"):
             save({"x": torch.ones(2)}, tmp_path, max_shard_size=size)

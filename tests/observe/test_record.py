@@ -125,3 +125,18 @@ def test_recordings_nest() -> None:
         with dtorch.record() as inner:
             x + 1
     assert (len(outer.ops), len(inner.ops)) == (2, 1)
+
+
+def test_a_recording_that_outlives_a_cluster(engine: str) -> None:
+    """The next cluster numbers its programs anew."""
+    with dtorch.record() as r:
+        x = placed(Shard(0), shape=(4, 4))
+        y = x + 1
+        y * 2
+        dtorch.shutdown()
+        dtorch.init(engine=engine)
+        x = placed(Shard(0), shape=(4, 4))
+        x.redistribute(placements=[Replicate()])
+        with dtorch.record() as second:
+            x.softmax(0)
+    assert [one.kind for one in r.communication] == ["all_gather", second.communication[0].kind]
