@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from ..sharding.plan import Builder, Plan, plan_op, write_op
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
+from ..tensor import Tensor
 from .controller import Controller
 from .interrupts import critical
 from .values import Copy, Value, next_value_id
@@ -163,3 +166,14 @@ def _numbers(copy: Copy) -> list[Any]:
         if argument.is_number:
             visit(copy.info.value_of(argument, copy.args, copy.kwargs))
     return found
+
+
+def interfere(plan: Plan, tensors: Sequence[Tensor]) -> bool:
+    """Whether an op that writes several tensors writes memory that another of its tensors has too, and not where the workers see it.
+
+    They see it where every tensor is run on as it is: then they run torch's op on aliases, as torch does.
+    """
+    if not plan.moves and all(tensor._value.copy is None for tensor in tensors):
+        return False
+    held = Counter(tensor._value.root for tensor in tensors)
+    return len(held) < len(tensors) and any(held[tensors[i]._value.root] > 1 for i in plan.writes)

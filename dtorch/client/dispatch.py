@@ -217,6 +217,9 @@ def execute(
     controller: Controller,
 ) -> Any:
     """Queue one run of a plan and wrap what it returns."""
+    several = len(plan.writes) > 1 and isinstance(args[0], (list, tuple)) and len(args[0]) > 1
+    if several and aliasing.interfere(plan, tensors):
+        return _one_by_one(info, args, kwargs)
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
@@ -282,6 +285,17 @@ def _queue(
         for i in plan.writes:
             aliasing.written(controller, tensors[i]._value)
     return results
+
+
+def _one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> None:
+    """Run an in-place op on lists as torch does, one tensor after the other."""
+    count = len(args[0])
+
+    def item(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    for i in range(count):
+        call(info, tuple([item(a, i) for a in args]), {name: item(v, i) for name, v in kwargs.items()})
 
 
 def execute_simple(

@@ -13,6 +13,8 @@ import torch
 import dtorch
 from dtorch import Partial, Replicate, Shard
 
+from .same import every_layout, same
+
 pytestmark = pytest.mark.usefixtures("engine")
 
 MESHES = {"2": [0, 1], "3": [0, 1, 2], "2x2": [[0, 1], [2, 3]]}
@@ -86,3 +88,36 @@ def test_sequences_of_views_and_writes(case: Any) -> None:
             WRITES[name](b, n)
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(b.to_torch(), a)
+
+
+def _twice(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch._foreach_add_([x, x], 1)
+    return x
+
+
+def _beside_a_view(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch._foreach_mul_([x, x[0], x[:, 1]], [2.0, 3.0, 5.0])
+    return x
+
+
+def _in_a_cycle(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch._foreach_add_([x, y], [y, x.detach()], alpha=2)
+    return x, y
+
+
+def _transposed(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch._foreach_exp_([x, x.t()])
+    return x
+
+
+def _through_data(x: torch.Tensor, y: torch.Tensor) -> Any:
+    y.data = x.data
+    torch._foreach_addcmul_([x, y], [y, x], [x.clone(), x.clone()], value=0.5)
+    return x, y
+
+
+@every_layout
+@pytest.mark.parametrize("program", [_twice, _beside_a_view, _in_a_cycle, _transposed, _through_data])
+def test_lists_whose_tensors_share_memory(program: Callable[..., Any], layout: str) -> None:
+    """torch writes them one after the other."""
+    same(program, layout, torch.arange(9.0).view(3, 3) / 4, torch.arange(9.0, 18.0).view(3, 3) / 8)
