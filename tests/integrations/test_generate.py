@@ -1,0 +1,118 @@
+"""``generate()`` of unmodified models gives the tokens of plain transformers, and communicates what hand-written parallelism would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import DeviceMesh, Replicate, Shard
+
+transformers = pytest.importorskip("transformers")
+
+MESH = DeviceMesh("cpu", [0, 1], ("tp",))
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **SPECIAL,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **SPECIAL}
+MODELS = {
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED, "auto"),
+    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED, "auto"),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 6}, "auto"),
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel", GPT2, {"*": [Shard(0)]}),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 10, "temperature": 0.8},
+    "nucleus": {"do_sample": True, "top_p": 0.8},
+    "beams": {"num_beams": 3},
+    "static cache": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "assisted": {"assistant_model": True},
+}
+#: A batch with left padding.
+IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+IDS[0, :3] = MASK[0, :3] = 0
+
+
+@pytest.fixture(scope="module", params=["simulate", "processes"])
+def drawn_as_torch(request: pytest.FixtureRequest) -> Iterator[str]:
+    dtorch.shutdown()
+    dtorch.init(engine=request.param, random="torch")
+    yield request.param
+    dtorch.shutdown()
+    dtorch.init(random="counter")
+    dtorch.shutdown()
+
+
+def both(name: str) -> tuple[Any, Any]:
+    """A model, and the same one placed."""
+    config, kind, arguments, plan = MODELS[name]
+    torch.manual_seed(0)
+    plain = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).eval()
+    return plain, dtorch.distribute_module(copy.deepcopy(plain), MESH, plan)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_tokens(drawn_as_torch: str, name: str, way: str) -> None:
+    if drawn_as_torch == "processes" and (name, way) not in (("Llama", "sampling"), ("GPT2", "greedy")):
+        pytest.skip("one of each kind is enough on real workers")
+    plain, model = both(name)
+    ids, mask, options, ours = IDS, MASK, dict(WAYS[way]), dict(WAYS[way])
+    if way == "assisted":
+        options["assistant_model"], ours["assistant_model"] = both(name)
+        ids, mask = IDS[1:], MASK[1:]
+    torch.manual_seed(3)
+    expected = plain.generate(ids, attention_mask=mask, max_new_tokens=6, **options)
+    torch.manual_seed(3)
+    found = model.generate(
+        dtorch.from_torch(ids, MESH), attention_mask=dtorch.from_torch(mask, MESH), max_new_tokens=6, **ours
+    )
+    assert torch.equal(found.to_torch(), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral"])
+def test_a_layer_needs_two_all_reduces(drawn_as_torch: str, name: str) -> None:
+    """One after attention and one after the MLP; one more after the embedding, which is split by its vocabulary."""
+    _, model = both(name)
+    ids = dtorch.from_torch(IDS, MESH)
+    with torch.no_grad(), dtorch.record() as r:
+        out = model(ids)
+    assert [one.kind for one in r.communication] == ["all_reduce"] * (2 * 2 + 1)
+    assert {one.shape for one in r.communication} == {(2, 7, 32)}
+    assert r.fallbacks == []
+    assert out.logits.placements == [Shard(2)]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_cache_is_split_by_heads(drawn_as_torch: str, cache: str) -> None:
+    plain, model = both("Llama")
+    made = (
+        transformers.DynamicCache(config=plain.config)
+        if cache == "dynamic"
+        else transformers.StaticCache(config=plain.config, max_cache_len=16)
+    )
+    ids = dtorch.from_torch(IDS[:, :4], MESH)
+    with torch.no_grad(), dtorch.record() as r:
+        for step in range(4):
+            ids = model(ids if step == 0 else ids[:, -1:], past_key_values=made).logits.argmax(-1)
+    for layer in made.layers:
+        assert layer.keys.placements == layer.values.placements == [Shard(1)]
+    heads = [one for one in r.communication if len(one.shape) == 4]
+    assert heads == []
+    assert not any(p == Replicate() for p in made.layers[0].keys.placements)
