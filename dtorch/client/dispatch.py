@@ -219,7 +219,8 @@ def execute(
     """Queue one run of a plan and wrap what it returns."""
     several = len(plan.writes) > 1 and isinstance(args[0], (list, tuple)) and len(args[0]) > 1
     if several and aliasing.interfere(plan, tensors):
-        return _one_by_one(info, args, kwargs)
+        _one_by_one(info, args, kwargs)
+        return None
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()

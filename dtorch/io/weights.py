@@ -287,7 +287,10 @@ def _write(files: Mapping[Path, Mapping[str, torch.Tensor]], progress: bool) -> 
         with open(path, "wb") as file:
             file.write(beginning)
             file.flush()
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is told here, and not a bus error on a worker
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is told here, and not a bus error on a worker
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror}: {size:,} bytes are needed", str(path)) from error
     return transfers.write(files, starts, progress)
 
 
