@@ -21,7 +21,7 @@ import torch as _torch  # noqa: E402
 
 _submodules.install()
 
-from . import errors, integrations, io  # noqa: E402
+from . import errors, integrations, io, pipeline  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
@@ -122,6 +122,7 @@ __all__ = [
     "no_sync",
     "ones",
     "ones_like",
+    "pipeline",
     "rand",
     "rand_like",
     "randint",

@@ -225,6 +225,8 @@ class Tensor(torch.Tensor):
                 f"redistribute_by_dict(): default_placement_mode must be one of {PLACEMENT_MODES}, got {default_placement_mode!r}"
             )
         if mesh.mesh_dim_names is None:
+            if not mesh.is_distributed:  # as ``unbind`` leaves of a mesh of one axis: there is nothing to name
+                return self.redistribute(mesh, [REPLICATE] * mesh.ndim)
             raise ValueError(f"redistribute_by_dict(): {mesh} has no axis names")
         wanted = dict(placements_dict or {})
         placements: list[Placement] = []

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from ..errors import MeshMismatch
 from ..sharding import attention as planning
 from ..sharding.attention import Attention, AttentionPlan
 from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import aliasing, host, random_ops, runtime
+from . import aliasing, host, lines, random_ops, runtime
 from .interrupts import critical
 from .values import Value, next_value_id
 
@@ -149,7 +150,10 @@ class _Attention(torch.autograd.Function):
             mask = _placed(mask, mesh)
         tensors = [query, key, value, *(t for t in (mask, keep) if t is not None)]
         specs = tuple(t._spec for t in tensors)
-        common_mesh(OP, list(specs))
+        try:
+            common_mesh(OP, list(specs))
+        except MeshMismatch as error:
+            raise lines.with_line(error) from None
         names = mesh.mesh_dim_names or ()
         axes = tuple((names.index(name), what) for name, what in option.items() if name in names)
         key_of_plan = (specs, mask is not None, keep is not None, is_causal, bool(numbers[1]), axes, fused)

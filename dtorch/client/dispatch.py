@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import get_default_dtype
 
-from ..errors import DTorchError
+from ..errors import DTorchError, MeshMismatch
 from ..sharding import shapes
 from ..sharding.plan import Plan, plan_gathered, plan_op
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import aliasing, host, kept, runtime, torch_internals
+from . import aliasing, host, kept, lines, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .interrupts import critical
 from .values import FREED, Value, next_value_id
@@ -170,7 +170,10 @@ def make_plan(info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[T
         if tensor._value.id < controller.floor:
             raise controller.foreign()
     metas, named = with_metas(args, kwargs)
-    plan = plan_op(info, metas, named, [t._spec for t in tensors])
+    try:
+        plan = plan_op(info, metas, named, [t._spec for t in tensors])
+    except MeshMismatch as error:
+        raise lines.with_line(error) from None
     controller.mesh(plan.mesh)
     with controller.lock:
         plan.program_id = controller.define(plan.program)

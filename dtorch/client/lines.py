@@ -6,9 +6,11 @@ import linecache
 import os
 import sys
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Error = TypeVar("Error", bound=Exception)
 
 #: Instructions that are remembered.
 REMEMBERED = 1 << 16
@@ -65,6 +67,11 @@ def here() -> str:
             return _text(frame.f_code, frame.f_lasti)
         frame = frame.f_back
     return ""
+
+
+def with_line(error: Error) -> Error:
+    """The error with the user's line in its message, where planning, which is pure, does not know it, and a traceback may bury it."""
+    return type(error)(f"{error}\n  at {here()}")
 
 
 def _text(code: CodeType, instruction: int) -> str:

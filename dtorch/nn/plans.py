@@ -85,14 +85,15 @@ def placements_of(glob: str, where: Where, one: Held, mesh: DeviceMesh) -> Place
 
 def _by_axis(told: str, where: Mapping[str, Placement], mesh: DeviceMesh) -> list[Placement]:
     names = mesh.mesh_dim_names
-    if names is None:
+    if names is None and mesh.is_distributed:
         raise ValueError(f"{told}: it goes by axis name, and {mesh} has no axis names; give mesh_dim_names= or a list")
+    names = names or ()  # one device, as ``unbind`` leaves of a mesh of one axis: there is nothing to name
     for axis in where:
         if axis not in names and axis not in USUAL_AXES:
             raise ValueError(
                 f"{told}: the mesh has no axis named {axis!r}; its axes are {list(names)}{_near(str(axis), names)}"
             )
-    return [where.get(name, REPLICATE) for name in names]
+    return [where.get(name, REPLICATE) for name in names] or [REPLICATE] * mesh.ndim
 
 
 def _unmatched(globs: list[str], held: list[Held]) -> str:

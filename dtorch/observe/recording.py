@@ -13,6 +13,7 @@ import msgspec
 from ..client import controller as _controller
 from ..client import lines, torch_internals
 from ..engine import protocol
+from ..mesh import DeviceMesh
 from ..placement import PlacementList
 from ..program.ir import Program
 from ..sharding.attention import ASKED_FOR
@@ -24,10 +25,11 @@ REMEMBERED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class OpRun:
-    """One op that the workers were asked to run, with the user's line."""
+    """One op that the workers were asked to run, with the user's line, and the meshes whose workers run it: that of the op first."""
 
     name: str
     line: str
+    meshes: tuple[DeviceMesh, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,12 @@ class Recording:
         if number < protocol.FIRST_PROGRAM:
             return
         line = self._line(controller.history.line(sequence))
-        self.ops.append(OpRun(name, line))
         body = controller.program_bodies[number - protocol.FIRST_PROGRAM][1]
         program = self._programs.get(body)
         if program is None:
             program = self._programs[body] = msgspec.msgpack.decode(body, type=Program)
+        meshes = [program.mesh, *sorted(program.meshes() - {program.mesh})]
+        self.ops.append(OpRun(name, line, tuple([controller.meshes[mesh] for mesh in meshes])))
         operands = command[len(command) - program.operands :]
         asked_for = name == "redistribute" or program.name in ASKED_FOR
         self.communication += communication_of(program, operands, controller.meshes.__getitem__, name, asked_for, line)

@@ -69,6 +69,7 @@ NAMES = [
     "Graph",
     "default_graph",
     "errors",
+    "pipeline",
 ]
 
 METHODS = [
@@ -113,6 +114,7 @@ MODULES = [
     "client.entry",
     "observe.recording",
     "observe.implicit",
+    "pipeline",
 ]
 
 

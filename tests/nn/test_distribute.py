@@ -343,3 +343,18 @@ def test_nothing_is_placed_when_something_is_wrong() -> None:
     with pytest.raises(ValueError, match="nothing"):
         distribute_module(module[0], TP, {"*": [Shard(0)], "nothing": [Shard(0)]})
     assert not any(isinstance(p, dtorch.Tensor) for p in module.parameters())
+
+
+@pytest.mark.usefixtures("simulated")
+def test_one_device_has_no_axes_to_name() -> None:
+    """A stage of a mesh of stages only: a plan, or a dict, of axes that it lacks says nothing of it."""
+    stage = DeviceMesh("cpu", [0, 1], ("pp",)).unbind("pp")[1]
+    layer = dtorch.distribute_module(torch.nn.Linear(4, 4), stage, {"*": {"tp": Shard(0)}})
+    assert layer.weight.placements == [Replicate()]
+    with pytest.raises(ValueError, match="no axis named 'tpp'"):
+        dtorch.distribute_module(torch.nn.Linear(4, 4), stage, {"*": {"tpp": Shard(0)}})
+    for mode in ("raise_error", "replicate", "keep"):
+        x = dtorch.ones(4).redistribute_by_dict(stage, {"dp": Shard(0)}, default_placement_mode=mode)
+        assert (x.device_mesh, x.placements) == (stage, [Replicate()])
+    with pytest.raises(ValueError, match="has no axis names"):
+        x.redistribute_by_dict(DeviceMesh("cpu", [0, 1]), {"dp": Shard(0)})

@@ -51,6 +51,14 @@ def test_what_is_asked_for(source: dtorch.Placement, target: dtorch.Placement, k
     assert "x.redistribute(placements=[target])" in one.line
 
 
+def test_the_meshes_that_run_an_op() -> None:
+    other = DeviceMesh("cpu", [1, 2], ("tp",))
+    x = placed(Shard(0))
+    with dtorch.record() as r:
+        x.redistribute(other, [Shard(0)]).exp()
+    assert [op.meshes for op in r.ops] == [(MESH, other), (other,)]
+
+
 def test_cuts_of_replicas_are_no_communication() -> None:
     x = placed(Replicate())
     with dtorch.record() as r:
