@@ -297,7 +297,12 @@ def run(
     arrived: dict[Key, torch.Tensor | None] = {(last, i): None for i in range(len(inputs))}
     grads: dict[Key, torch.Tensor | None] = {}
     losses: list[Any] = [None] * len(inputs)
-    ready = {"forward": [given], "send_forward": [made], "backward": [made, arrived], "send_backward": [grads]}
+    ready: dict[str, list[dict[Key, Any]]] = {
+        "forward": [given],
+        "send_forward": [made],
+        "backward": [made, arrived],
+        "send_backward": [grads],
+    }
     for kind, stage, i in steps:
         if kind not in KINDS:
             raise ValueError(f"run(): the kind of a step must be one of {KINDS}, got {kind!r}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..client.linear import linear
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, Shard
 from .placed import ParallelLayer, checked_mesh, checked_shard_type
@@ -87,6 +88,9 @@ class Linear(ParallelLayer, torch.nn.Linear):
     def redistribute_output(self, out: Any) -> Any:
         """By its last dim for a layer split by columns; as it comes, a pending sum, for one split by rows."""
         return self.along(out, LAST) if self.tp_shard_type == "col" else out
+
+    def _forward(self, input: Any) -> Any:
+        return linear(input, self.weight, self.bias)
 
 
 class _Split(Linear):

@@ -42,7 +42,11 @@ class ParallelLayer(torch.nn.Module, metaclass=AlsoTorchs):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.redistribute_input(*args, **kwargs)
-        return self.redistribute_output(super().forward(*args, **kwargs))
+        return self.redistribute_output(self._forward(*args, **kwargs))
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain layer's ``forward``."""
+        return super().forward(*args, **kwargs)
 
     def redistribute_input(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What ``forward`` gets, of what the layer was called with."""

@@ -182,6 +182,10 @@ def matmul_cases() -> Iterator[Sample]:
     yield call(aten._grouped_mm.default, f(5, 16).t(), f(5, 24), ends)
     yield call(aten._grouped_mm.default, f(2, 16, 24), f(5, 24).t(), ends)
     yield call(aten._grouped_mm.default, f(2, 8, 16), f(2, 16, 24))
+    yield call(aten.tensordot.default, f(4, 5, 3), f(4, 5, 2), [0, 1], [0, 1])
+    yield call(aten.tensordot.default, f(4, 5, 3), f(3, 6, 5), [-2, 2], [2, 0])
+    yield call(aten.tensordot.default, f(4, 1, 3), f(5, 3), [1, 2], [0, 1])
+    yield call(aten.tensordot.default, f(4), f(3), [], [])
 
 
 def view_cases() -> Iterator[Sample]:

@@ -135,3 +135,17 @@ def grouped_mm(call: Call) -> list[Strategy]:
             offs = (R,) * (len(call.inputs) - 2)
             found.append(Strategy((*strategy.inputs, *offs), strategy.outputs, even=min(sizes) // whole))
     return found
+
+
+@rule(aten.tensordot.default)
+def tensordot(call: Call) -> list[Strategy]:
+    """The output has the dims of a that are not contracted, then those of b."""
+    a, b = call.inputs
+    pairs = [(i % a.ndim, j % b.ndim) for i, j in zip(call.get("dims_self"), call.get("dims_other"), strict=True)]
+    if any(a.shape[i] != b.shape[j] for i, j in pairs):
+        return []  # sizes of 1 are broadcast, that is, summed
+    left = [dim for dim in range(a.ndim) if dim not in [i for i, _ in pairs]]
+    right = [dim for dim in range(b.ndim) if dim not in [j for _, j in pairs]]
+    found = [Strategy((shard(i), shard(j)), (P,)) for i, j in pairs]
+    found += [Strategy((shard(dim), R), (shard(at),)) for at, dim in enumerate(left)]
+    return found + [Strategy((R, shard(dim)), (shard(len(left) + at),)) for at, dim in enumerate(right)]
