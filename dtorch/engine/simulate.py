@@ -211,7 +211,7 @@ def _drive(waiting: dict[int, Steps]) -> None:
                 pending.pop(device, None)
         results = _shifted(pending, on_the_way)
         led = [move.group for device, (move, _) in pending.items() if _leads(move, device)]
-        ready = [group for group in led if all(d in pending and pending[d][0].group == group for d in group)]
+        ready = [group for group in led if all(_is_at(pending.get(device), group) for device in group)]
         if pending and not ready and not results:
             raise RuntimeError(f"devices {sorted(pending)} wait for transfers that never come together")
         for group in ready:
@@ -220,6 +220,11 @@ def _drive(waiting: dict[int, Steps]) -> None:
 
 def _leads(move: Transfer | Shift, device: int) -> bool:
     return isinstance(move, Transfer) and move.group[0] == device
+
+
+def _is_at(request: tuple[Transfer | Shift, Value | None] | None, group: tuple[int, ...]) -> bool:
+    """Whether a device has come to a transfer of ``group``; a shift may concern the same devices."""
+    return request is not None and isinstance(request[0], Transfer) and request[0].group == group
 
 
 def _shifted(
