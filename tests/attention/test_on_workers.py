@@ -79,6 +79,15 @@ def test_as_on_one_device(mesh: str) -> None:
     compare(*where, dtype=torch.bfloat16, is_causal=True)
 
 
+@pytest.mark.parametrize("axis", ["ring_cp", "ulysses_cp"])
+@pytest.mark.parametrize("other", ["dp", "tp"])
+@pytest.mark.usefixtures("notes")
+def test_beside_data_and_tensor_parallelism(axis: str, other: str) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2, 2), (other, axis))
+    placement = {"dp": dtorch.Shard(0), "tp": dtorch.Shard(1)}[other]
+    compare(mesh, [placement, SEQUENCE], kv_heads=2, is_causal=True, queries=19)
+
+
 @pytest.mark.usefixtures("notes")
 def test_a_ring_of_two_is_its_own_neighbour_twice() -> None:
     mesh = dtorch.init_device_mesh("cpu", 2, ("ring_cp",))

@@ -82,6 +82,19 @@ def test_keys_and_values_may_lie_otherwise_than_queries() -> None:
         compare(mesh, where, key_placements=placements, queries=5, keys=16)
 
 
+def test_devices_that_have_nothing_to_wait_for_run_ahead() -> None:
+    """With one key, one device of three has it all: some rearrange while others are in the ring."""
+    compare(
+        *MESHES["ring of 3"],
+        key_placements=[Replicate()],
+        heads=2,
+        queries=20,
+        keys=1,
+        features=(4, 6),
+        is_causal=True,
+    )
+
+
 def test_a_pending_sum_is_completed() -> None:
     mesh, _ = MESHES["ring of 3"]
     q = torch.randn(1, 2, 6, 4)
