@@ -173,20 +173,25 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize("mesh", ["ring", "ulysses", "both", "ring of 3", "no names"])
 @pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.usefixtures("simulated")
-def test_rotary_embeddings_and_positions_stay_right(mesh: str, given: bool) -> None:
+def test_rotary_embeddings_and_positions_stay_right(mesh: str, given: bool, batch: int) -> None:
     """The model knows nothing of shards: positions are those of the whole sequence, made by it or handed to it (packed sequences)."""
     torch.manual_seed(0)
     module = Attention()
-    x = torch.randn(2, 13, 16)
-    positions = torch.stack([torch.arange(13), torch.arange(13) % 7]) if given else None
+    x = torch.randn(batch, 13, 16)
+    positions = torch.stack([torch.arange(13) % 7, torch.arange(13)])[:batch] if given else None
     where, placements = MESHES[mesh]
     along = [Shard(1)] * len(placements)
     ours = dtorch.nn.distribute_module(copy.deepcopy(module), where, {})
     a = x.clone().requires_grad_()
     b = dtorch.distribute_tensor(x, where, along).requires_grad_()
     split = None if positions is None else dtorch.distribute_tensor(positions, where, along)
-    expected, actual = module(a, positions), ours(b, split)
+    with dtorch.record() as r:
+        expected, actual = module(a, positions), ours(b, split)
+    if batch == 1:  # (a linear layer flattens batch and sequence, which keeps the split only of one of them)
+        assert any(one.op == "scaled_dot_product_attention" for one in r.communication)
+        assert actual.placements == along
     expected.square().sum().backward()
     actual.square().sum().backward()
     torch.testing.assert_close(actual.detach().to_torch(), expected.detach(), atol=1e-5, rtol=1e-4)
