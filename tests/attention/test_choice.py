@@ -160,3 +160,13 @@ def test_without_a_split_sequence_it_stays_torchs() -> None:
         assert not kinds(lambda x=x: sdpa(x, x, x, is_causal=True))
     x, y = (dtorch.distribute_tensor(q, mesh, [p]) for p in (SEQUENCE, Replicate()))
     assert not kinds(lambda: sdpa(x, y, y))
+
+
+def test_a_cache_begins_empty() -> None:
+    """Libraries put keys behind those of earlier calls, of which there are none at first: that keeps the split, and moves nothing."""
+    x = placed(dtorch.init_device_mesh("cpu", 3, ("ring_cp",)))
+    for nothing in (torch.empty(0), torch.empty(1, 4, 0, 8)):
+        keys = torch.cat([dtorch.distribute_tensor(nothing, x.device_mesh, [Replicate()]), x], -2)
+        assert keys.placements == [SEQUENCE]
+        assert not kinds(lambda nothing=nothing: torch.cat([nothing, x], -2))
+        torch.testing.assert_close(sdpa(x, keys, keys).to_torch(), sdpa(*[x.to_torch()] * 3))

@@ -380,6 +380,7 @@ def indexing_cases() -> Iterator[Sample]:
         yield call(aten.stack.default, [signed(5, 3, 4), signed(5, 3, 4)], dim)
     yield call(aten.slice_scatter.default, x.clone(), signed(2, 3, 4), 0, 1, 3)
     yield call(aten.cat.default, [torch.empty(0), signed(5, 3)], 1)
+    yield call(aten.cat.default, [signed(5, 0, 4), signed(5, 3, 4), signed(5, 0, 4)], 1)
     yield call(aten.cat.default, [signed(5, 3), ints(3, 5, 2)], -1)
     yield call(aten.embedding.default, signed(7, 3), ints(7, 5, 2))
     yield call(aten.embedding.default, signed(1, 3), ints(1, 5))

@@ -236,6 +236,9 @@ def cat(call: Call) -> list[Strategy]:
             # torch.cat still takes a 1-d tensor without elements among others; it has no dim d.
             inputs = tuple([shard(d) if t.ndim == ndim else R for t in call.inputs])
             found.append(Strategy(inputs, (shard(d),)))
+    filled = [t.ndim == ndim and t.shape[dim] > 0 for t in call.inputs]
+    if sum(filled) == 1:  # one tensor behind empty ones, as a key-value cache begins: its own shards stay
+        found.append(Strategy(tuple([shard(dim) if own else R for own in filled]), (shard(dim),)))
     if keeps_sums(call, tuple(range(len(call.inputs)))):
         found.append(Strategy((P,) * len(call.inputs), (P,)))
     return found
