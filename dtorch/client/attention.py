@@ -248,8 +248,8 @@ def _run(make: Any, key: tuple, tensors: list[Any], numbers: tuple[float, float,
             raise controller.foreign()
     program, plan = _planned(make, key)
     if plan.moves:
-        for look in dispatch.before_moves:
-            look("scaled_dot_product_attention", plan, [t._spec for t in tensors])
+        specs = [t._spec for t in tensors]
+        dispatch.tell("scaled_dot_product_attention", specs, plan.moves, False, None)
     results = _issue(controller, program, plan, tensors, numbers)
     controller.bytes_ahead += sum(spec.nbytes for spec in plan.outputs) // len(plan.outputs[0].mesh.device_ids)
     controller.pressure()

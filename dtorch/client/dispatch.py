@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..sharding import shapes
 from ..sharding.plan import Plan, plan_gathered, plan_op
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
-from ..sharding.strategy import TensorArg
+from ..sharding.strategy import Call, TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, kept, lines, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
@@ -47,7 +48,7 @@ class CallInfo(OpInfo):
 _INFOS: dict[int, CallInfo] = {}
 _PLANS: OrderedDict[tuple, Plan] = OrderedDict()
 
-#: Called with (op, plan, specs) before an op runs by a plan that moves its inputs.
+#: Called with the arguments of `tell` before an op moves its inputs.
 before_moves: list[Any] = []
 
 #: Follows the type of a number in a key if the number `enlarges`: then pending sums may not be scaled by it.
@@ -228,7 +229,7 @@ def execute(
         with controller.lock:
             controller.drain()
     if plan.moves:
-        _tell(info, plan, tensors)
+        tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
         copies = kept.brought(plan, tensors, info.name, controller)
         if copies is not None:
             return call(info, *_with_tensors(args, kwargs, copies))
@@ -338,9 +339,10 @@ def execute_simple(
     return result
 
 
-def _tell(info: CallInfo, plan: Plan, tensors: list[Tensor]) -> None:
+def tell(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None) -> None:
+    """An op is about to run on tensors that it moves first."""
     for look in before_moves:
-        look(info.name, plan, [t._spec for t in tensors])
+        look(name, specs, moves, gathered, call)
 
 
 def call_gathered(
@@ -355,7 +357,7 @@ def call_gathered(
     mesh = plan.mesh
     controller.mesh(mesh)
     if plan.moves:
-        _tell(info, plan, tensors)
+        tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
     with controller.lock:
         program = controller.define(plan.program)
         inputs = []

@@ -241,6 +241,9 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
         i if t._spec is w else builder.reshard(i, t._spec, w)
         for i, (t, w) in enumerate(zip(tensors, whole, strict=True))
     ]
+    moves = [(t._spec, w) for t, w in zip(tensors, whole, strict=True) if t._spec is not w]
+    if moves:
+        dispatch.tell(info.name, [t._spec for t in tensors], moves, True, None)
     written, by_name = ArgWriter(info, builder, slots, {}).write(metas, named)
     specs = [
         Spec.of(mesh, whole[0].placements, *meta) for meta in shapes.infer(info.op, metas, named) if meta is not None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Sequence
 
 from ..client import dispatch, lines
 from ..errors import ImplicitCommunication
 from ..sharding import transfer
-from ..sharding.plan import Plan
 from ..sharding.rules import rule_for
-from ..sharding.strategy import Group
+from ..sharding.spec import Spec
+from ..sharding.strategy import Call, Group
 from . import recording
 
 MODES = ("allow", "warn", "error")
@@ -59,31 +59,33 @@ class set_implicit_communication:
         _mode = self._before
 
 
-def inserted(name: str, plan: Plan, specs: list[Any]) -> None:
-    """An op is about to run by a plan that moves its inputs."""
-    if plan.decision.gathered:
+def inserted(
+    name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None
+) -> None:
+    """An op is about to run on tensors that it moves first: ``call`` as its rule sees it, if it has one."""
+    if gathered:
         for one in recording.ACTIVE:
             one._gathered(name, specs)
     if _mode == "allow":
         return
     moved = [
         (source, target)
-        for source, target in plan.moves
+        for source, target in moves
         if transfer.kind(source.mesh, source.placements, target.mesh, target.placements, tuple(source.shape)) != "local"
     ]
     if not moved:
         return
-    message = _message(name, plan, specs, moved)
+    message = _message(name, call, specs, moved)
     if _mode == "error":
         raise ImplicitCommunication(message)
     warnings.warn(message, stacklevel=2)
 
 
-def _message(name: str, plan: Plan, specs: list[Any], moved: list[tuple[Any, Any]]) -> str:
+def _message(name: str, call: Call | None, specs: list[Spec], moved: list[tuple[Spec, Spec]]) -> str:
     told = [f"{name} needs communication that the program does not ask for, at {lines.here()}"]
     told += [f"  input {i}: shape {tuple(spec.shape)}, {spec.placements}" for i, spec in enumerate(specs)]
     told += [f"  would move {tuple(s.shape)} from {s.placements} to {t.placements}" for s, t in moved]
-    accepted = [] if plan.call is None else _accepted(plan.call)
+    accepted = [] if call is None else _accepted(call)
     if accepted:
         told.append("  accepted on each mesh axis: " + "; or ".join(accepted))
     told.append(
@@ -92,7 +94,7 @@ def _message(name: str, plan: Plan, specs: list[Any], moved: list[tuple[Any, Any
     return "\n".join(told)
 
 
-def _accepted(call: Any) -> list[str]:
+def _accepted(call: Call) -> list[str]:
     """The placements of the inputs that the op's rule accepts along one axis, the first few."""
     entry = rule_for(call.op)
     found = [] if entry is None else list(entry.rule(call))

@@ -19,7 +19,6 @@ from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, encode, is_partial, is_shard, shard
 from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
 from ..raw import dtype_name
-from .choose import Decision
 from .layout import box_shape
 from .plan import Builder, order_or_none, stride_order
 from .rearrange import is_needless
@@ -40,10 +39,6 @@ SCALE, DROPOUT, KEY = Operand(0), Operand(1), Operand(2)
 NUMBERS = 3
 
 
-NO_RULE = Decision((), ())
-"""No rule chose where attention over a split sequence runs, and it is not gathered for that."""
-
-
 @dataclasses.dataclass(slots=True)
 class AttentionPlan:
     """A program, its fixed operands, and the specs of what it returns.
@@ -55,8 +50,6 @@ class AttentionPlan:
     operands: list[Any]
     outputs: tuple[Spec, ...]
     moves: tuple[tuple[Spec, Spec], ...]
-    call: None = None
-    decision: Decision = NO_RULE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -53,9 +53,11 @@ def test_what_is_not_implicit() -> None:
         print(x)
 
 
-def test_data_dependent_ops_are_refused_too() -> None:
-    with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication, match="nonzero"):
-        placed(Shard(0)).nonzero()
+@pytest.mark.parametrize("name", ["nonzero", "bernoulli", "cumprod"])
+def test_ops_that_run_in_ways_of_their_own_are_refused_too(name: str) -> None:
+    x = placed(Shard(0))
+    with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication, match=name):
+        x.cumprod(0) if name == "cumprod" else getattr(x, name)()
 
 
 def test_it_stays_set_and_is_restored() -> None:
