@@ -124,3 +124,40 @@ def test_where_parameters_are(example: ModuleType) -> None:
     assert block.attention.out.weight.placements == [Shard(1)]
     assert block.attention_norm.weight.placements == [Replicate()]
     assert block.attention_norm.weight.device_mesh.device_ids == (2, 3)
+
+
+#: Names here and in transformers.
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    **{f"attention.{ours}": f"self_attn.{theirs}_proj" for ours, theirs in zip(("query", "key", "value", "out"), "qkvo", strict=True)},
+    **{f"feed_forward.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+def test_it_is_llama(plain: tuple) -> None:
+    """In plain torch, with the same weights, its logits are those of transformers' Llama."""
+    transformers = pytest.importorskip("transformers")
+    model, ids, _, expected = plain
+    ours = model.config
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=ours.vocabulary,
+            hidden_size=ours.width,
+            intermediate_size=ours.hidden,
+            num_hidden_layers=ours.layers,
+            num_attention_heads=ours.heads,
+            num_key_value_heads=ours.kv_heads,
+            rms_norm_eps=1e-5,
+        )
+    )
+    state = {}
+    for name, value in model.state_dict().items():
+        rest = name.removesuffix(".weight").removeprefix("blocks.")
+        number, _, part = rest.partition(".") if name.startswith("blocks.") else ("", "", rest)
+        state[(f"model.layers.{number}." if number else "") + NAMES[part] + ".weight"] = value
+    theirs.load_state_dict(state)
+    torch.testing.assert_close(theirs(ids).logits.detach(), expected.logits)
