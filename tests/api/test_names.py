@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import inspect
 import subprocess
 import sys
@@ -97,26 +95,6 @@ METHODS = [
     "new_tensor",
 ]
 
-#: Public modules whose docstrings' examples run below, in simulation.
-MODULES = [
-    "mesh",
-    "placement",
-    "tensor",
-    "creation",
-    "placing",
-    "future",
-    "graph",
-    "stages",
-    "errors",
-    "client.runtime",
-    "client.defaults",
-    "client.memory",
-    "client.entry",
-    "observe.recording",
-    "observe.implicit",
-    "pipeline",
-]
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_public_name(name: str) -> None:
@@ -163,26 +141,6 @@ def test_typed_constructors_make_tensors_of_ours(engine: str) -> None:
         assert isinstance(made, getattr(dtorch, name))
         assert not isinstance(made, dtorch.DoubleTensor)
     assert dtorch.FloatTensor(2, 3).shape == (2, 3)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_the_examples_in_docstrings(module: str, simulated: None) -> None:
-    found = importlib.import_module(f"dtorch.{module}")
-    names = {
-        **vars(torch),
-        **{name: getattr(dtorch, name) for name in dtorch.__all__},
-        "torch": torch,
-        "dtorch": dtorch,
-    }
-    dtorch.shutdown()
-    dtorch.init(engine="simulate")
-    tried = 0
-    for test in doctest.DocTestFinder(exclude_empty=True).find(found, globs=names):
-        report: list[str] = []
-        result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=report.append)
-        assert not result.failed, "".join(report)
-        tried += result.attempted
-    assert tried or module in ("errors",)
 
 
 def test_errors() -> None:

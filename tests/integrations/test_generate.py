@@ -12,26 +12,16 @@ import torch
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 
+from .tiny import GPT2, GROUPED, SPECIAL
+
 transformers = pytest.importorskip("transformers")
 
 MESH = DeviceMesh("cpu", [0, 1], ("tp",))
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GROUPED = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    **SPECIAL,
-}
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **SPECIAL}
 MODELS = {
-    "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED, "auto"),
-    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED, "auto"),
-    "Mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 6}, "auto"),
-    "GPT2": ("GPT2Config", "GPT2LMHeadModel", GPT2, {"*": [Shard(0)]}),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED | SPECIAL, "auto"),
+    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED | SPECIAL, "auto"),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", GROUPED | SPECIAL | {"sliding_window": 6}, "auto"),
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel", GPT2 | SPECIAL, {"*": [Shard(0)]}),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -11,6 +11,8 @@ import torch
 import dtorch
 from dtorch import DeviceMesh, Shard
 
+from .tiny import GPT2, GROUPED, TEXT
+
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -18,66 +20,55 @@ pytestmark = pytest.mark.usefixtures("simulated")
 MESH = DeviceMesh("cpu", [0, 1], ("tp",))
 
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
-TEXT = {"input_ids": IDS, "labels": IDS}
+INPUTS = {"input_ids": IDS, "labels": IDS}
 PICTURES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
-#: The names that most configurations share.
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-GROUPED = {**SMALL, "num_key_value_heads": 2}
 TINY_VISION = {
-    key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    key: TEXT[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 }
 TINY_VISION |= {"image_size": 16, "patch_size": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
 #: Name: (configuration, model, the configuration's arguments, inputs).
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED, TEXT),
-    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED, TEXT),
-    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, TEXT),
-    "Mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 4}, TEXT),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED, INPUTS),
+    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED, INPUTS),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, INPUTS),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 4}, INPUTS),
     "Gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
         {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
-        TEXT,
+        INPUTS,
     ),
-    "Phi3": ("Phi3Config", "Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0}, TEXT),
+    "Phi3": ("Phi3Config", "Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0}, INPUTS),
     "GPT2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
-        TEXT,
+        GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
+        INPUTS,
     ),
     "OPT": (
         "OPTConfig",
         "OPTForCausalLM",
-        {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0},
-        TEXT,
+        {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0},
+        INPUTS,
     ),
-    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, TEXT),
+    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, INPUTS),
     "Qwen2-MoE": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
         | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-        TEXT,
+        INPUTS,
     ),
-    "BERT": ("BertConfig", "BertForMaskedLM", {**SMALL, **NO_DROPOUT}, TEXT),
+    "BERT": ("BertConfig", "BertForMaskedLM", {**TEXT, **NO_DROPOUT}, INPUTS),
     "T5": (
         "T5Config",
         "T5ForConditionalGeneration",
         {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
         | {"dropout_rate": 0, "decoder_start_token_id": 0},
-        TEXT,
+        INPUTS,
     ),
     "ViT": (
         "ViTConfig",
@@ -89,7 +80,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "CLIPConfig",
         "CLIPModel",
         {
-            "text_config": {**SMALL, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+            "text_config": {**TEXT, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
             "vision_config": TINY_VISION,
             "projection_dim": 16,
         },

@@ -11,21 +11,14 @@ import torch
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 
+from .tiny import GROUPED
+
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
 MESH = DeviceMesh("cpu", [0, 1], ("axis",))
 GRID = DeviceMesh("cpu", [[0, 1], [2, 3]], ("dp", "tp"))
-CONFIG = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 #: Ten times the same four batches, so that there is something to learn.
 BATCHES = torch.randint(0, 64, (4, 4, 8), generator=torch.Generator().manual_seed(1)).repeat(10, 1, 1)
 #: How the model is placed, and the batch.
@@ -39,7 +32,7 @@ WAYS: dict[str, tuple[DeviceMesh, Any, list[Any]]] = {
 
 def model() -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
 
 
 def curve(model: Any, batches: list[Any], dtype: torch.dtype | None = None, accumulate: int = 2) -> list[float]:

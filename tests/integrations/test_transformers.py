@@ -26,23 +26,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from .tiny import GROUPED  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("engine")
 
 TP = DeviceMesh("cpu", [0, 1], ("tp",))
 GRID = DeviceMesh("cpu", [[0, 1], [2, 3]], ("dp", "tp"))
 FSDP = {"*": [Shard(0)]}
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA = GROUPED | {"bos_token_id": 1, "eos_token_id": 2}
+
 MARIAN: dict[str, Any] = {
     "vocab_size": 64,
     "d_model": 32,
