@@ -1,6 +1,6 @@
 """What an op costs the client the first time it meets a shape, as every step of a decode loop with a growing cache does.
 
-The bound of 200 us is one for a machine whose plain ``x + x`` takes 1.2 us (DESIGN.md's). Machines differ by a factor of three, so
+The bound of 200 us is one for a machine whose plain ``x + x`` takes 1.2 us. Machines differ by a factor of three, so
 the bound is on the ratio to an ``x + x`` timed at the same moment: 167.
 """
 

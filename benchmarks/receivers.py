@@ -1,7 +1,7 @@
 """Whether an op costs the client the same however many workers there are.
 
 A real channel, with receivers that only drain it: all of them in one other process, so that they do not fight for the cores.
-A batch is 64 commands of an eager op, as the controller sends them. The processor time of the sending thread is what Python
+A batch is 64 commands of an eager op. The processor time of the sending thread is what Python
 waits for; that of the whole process includes ZeroMQ's own thread, which writes to each receiver.
 """
 

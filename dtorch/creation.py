@@ -11,7 +11,7 @@ import torch
 
 from .client import host, random_ops, runtime
 from .mesh import DeviceMesh
-from .placement import REPLICATE, Placement, PlacementList, is_partial
+from .placement import Placement, settled
 from .placing import moved, place, tensor, where_to, where_told
 from .sharding.spec import Spec, intern_mesh
 from .tensor import Tensor
@@ -99,10 +99,10 @@ def _factory(name: str) -> Any:
         where = where_to(name, shaped.ndim, device, device_mesh, placements)
         if where is not None:
             mesh, placed = where
-            settled = PlacementList(REPLICATE if is_partial(p) else p for p in placed)
-            spec = Spec.of(intern_mesh(mesh), settled, shaped.shape, None, shaped.dtype)
+            whole = settled(placed)
+            spec = Spec.of(intern_mesh(mesh), whole, shaped.shape, None, shaped.dtype)
             made = FILLS[name](spec, args, kwargs) if fill is None else fill(spec, args, kwargs)
-            if settled != placed:
+            if whole != placed:
                 with torch.no_grad():
                     made = made.redistribute(mesh, placed)
             return made.requires_grad_(True) if requires_grad else made

@@ -25,7 +25,7 @@ import torch
 from .client import lines
 from .errors import MeshMismatch
 from .mesh import DeviceMesh
-from .placement import REPLICATE, is_partial
+from .placement import REPLICATE, settled
 from .tensor import Tensor
 
 #: What a step does. ``send_forward``: the stage's output goes to the next stage; ``send_backward``: its input's gradient to the one before.
@@ -368,7 +368,7 @@ def _to_mesh(x: Tensor, mesh: DeviceMesh) -> Tensor:
         names = mesh.mesh_dim_names or (None,) * mesh.ndim
         axes = [None if name is None else own.dim_name_index(name) for name in names]
         kept = [REPLICATE if axis is None else x.placements[axis] for axis in axes]
-    return x.redistribute(mesh, [REPLICATE if is_partial(p) else p for p in kept])
+    return x.redistribute(mesh, settled(kept))
 
 
 def _check_counts(name: str, num_stages: int, num_micro_batches: int) -> None:

@@ -7,7 +7,7 @@ accepted wherever those are. Planning compares placements by identity, so everyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch._C import _distributed as _c
 
@@ -198,6 +198,11 @@ def normalize(placements: Sequence[Placement], mesh_ndim: int, tensor_ndim: int)
         else:
             raise TypeError(f"placements must be Shard, Replicate or Partial, got {placement!r}")
     return PlacementList(out)
+
+
+def settled(placements: Iterable[Placement]) -> PlacementList:
+    """``placements`` with pending sums completed, hence replicated."""
+    return PlacementList(REPLICATE if is_partial(p) else p for p in placements)
 
 
 def encode(placements: Sequence[Placement]) -> list[int | str]:

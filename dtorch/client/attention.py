@@ -124,7 +124,7 @@ def _attend(
 def _drawn(query: Any, scores: tuple[int, ...], dropout: float) -> Tensor:
     """Which scores are kept, drawn as torch does, and split like the queries."""
     keep = torch.empty(scores, dtype=torch.float32, device="cpu").bernoulli_(1.0 - dropout).bool()
-    spec = planning.settled(query._spec)
+    spec = planning.whole_features(query._spec)
     return host.from_plain(keep.reshape(*query.shape[:3], scores[-1]), spec.mesh, spec.placements)
 
 

@@ -41,7 +41,6 @@ class CallInfo(OpInfo):
         from . import special
 
         self.handler = special.handler_for(self)
-        self.data_dependent = False
 
 
 #: By the op's id: hashing an OpOverload runs Python. Each info keeps its op alive.

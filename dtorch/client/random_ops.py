@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..placement import REPLICATE, PlacementList, is_partial
+from ..placement import settled
 from ..program.ir import Const, Local
 from ..raw import dtype_name
 from ..sharding import shapes
@@ -79,9 +79,10 @@ def draw_key() -> int:
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The dispatch handler of every random op."""
     target = args[0] if isinstance(args[0], torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))
-    if not any(type(t) is Tensor and t._spec is not None for t in _tensors(args, kwargs)):
+    tensors = (value for value in (*args, *kwargs.values()) if type(value) is Tensor)
+    mesh = next((tensor._spec.mesh for tensor in tensors if tensor._spec is not None), None)
+    if mesh is None:
         return host.run(info, args, kwargs)
-    mesh = next(t._spec.mesh for t in _tensors(args, kwargs) if type(t) is Tensor and t._spec is not None)
     args, kwargs = host.place(info, args, kwargs, mesh)
     args, kwargs = _named_generator(info, args, kwargs)
     generator = kwargs.get("generator")
@@ -100,13 +101,15 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Made contiguous in the order of memory that the result will have, then turned.
         order = stride_order(tuple(spec.shape), _like_stride(spec, kwargs))
         shape = [spec.shape[dim] for dim in order]
-        made = generate(fill, bounds, Spec.of(mesh, host.permuted(settled(spec), order), shape, None, dtype))
+        made = generate(fill, bounds, Spec.of(mesh, host.permuted(settled(spec.placements), order), shape, None, dtype))
         return host.turned(made, order)
     names = INTEGER_FILLS.get(info.op) or [n for n, _ in FILLS[info.op][1]]
     values = {a.name: info.value_of(a, args, kwargs) for a in info.arguments}
     spec = target._spec
     _check(info.op, values, spec.dtype)
-    source = generate(info.op, [values.get(n) if n else None for n in names], spec.with_placements(settled(spec)))
+    source = generate(
+        info.op, [values.get(n) if n else None for n in names], spec.with_placements(settled(spec.placements))
+    )
     aten.copy_.default(target, source)
     return target
 
@@ -131,14 +134,8 @@ def _like_stride(spec: Spec, kwargs: dict[str, Any]) -> tuple[int, ...]:
     return torch.empty_like(plain, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
 
 
-def settled(spec: Spec) -> PlacementList:
-    """The placements values are made under: a pending sum has none of its own."""
-    return PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
-
-
-def generate(fill: Any, arguments: list[Any], spec: Spec, key: int | None = None) -> Tensor:
+def generate(fill: Any, arguments: list[Any], spec: Spec) -> Tensor:
     """A new tensor of ``spec`` filled as ``fill`` would with ``arguments``."""
-
     if fill in INTEGER_FILLS:
         name = "dtorch.random_integers"
     else:
@@ -147,7 +144,7 @@ def generate(fill: Any, arguments: list[Any], spec: Spec, key: int | None = None
             d if a is None else a for a, (_, d) in zip(arguments + [None] * len(defaults), defaults, strict=False)
         ]
     builder = Builder(spec.mesh, 0, 0)
-    numbers = [builder.operand(draw_key() if key is None else key), *[builder.operand(a) for a in arguments]]
+    numbers = [builder.operand(draw_key()), *[builder.operand(a) for a in arguments]]
     return _make(builder, name, numbers, spec)
 
 
@@ -199,12 +196,12 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     named = [fetch(info.arguments[i].name, a) for i, a in enumerate(args)]
     result = info.op(*named, **{name: fetch(name, v) for name, v in kwargs.items() if name != "device"})
     for tensor, plain in writes:
-        aten.copy_.default(tensor, host.from_plain(plain, mesh, settled(tensor._spec)))
+        aten.copy_.default(tensor, host.from_plain(plain, mesh, settled(tensor._spec.placements)))
     if info.returned_inputs:
         return args[0]
 
     def place(value: Any) -> Any:
-        placements = settled(like) if tuple(value.shape) == tuple(like.shape) else None
+        placements = settled(like.placements) if tuple(value.shape) == tuple(like.shape) else None
         return host.from_plain(value, mesh, placements)
 
     return place(result) if isinstance(result, torch.Tensor) else tuple(place(r) for r in result)
@@ -261,7 +258,3 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
         controller.issue([program, *ids, *numbers, *builder.operands], info.name)
     results = [dispatch.wrap(spec, value) for spec, value in zip(specs, values, strict=True)]
     return results[0] if info.structure == "tensor" else tuple(results)
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]

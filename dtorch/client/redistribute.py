@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard, normalize, shard
+from ..placement import Placement, PlacementList, is_shard, normalize, settled, shard
 from ..sharding.plan import Builder
 from ..sharding.spec import Spec, intern_mesh
 from . import torch_internals
@@ -48,9 +48,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.back = None
         # Under vmap the spec has dims that the gradient's op will not see: the gradient then stays where it is.
         if spec is not None and len(spec.shape) == inputs[0].ndim:
-            ctx.back = target_number(
-                spec.mesh, PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements)
-            )
+            ctx.back = target_number(spec.mesh, settled(spec.placements))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -8,10 +8,9 @@ import torch
 
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList, decode, encode, is_partial
+from ..placement import decode, encode, settled
 from ..tensor import Tensor
 from . import aliasing, host, redistribute, runtime, torch_internals
-from .random_ops import settled
 
 
 def fetch(tensor: Tensor) -> TensorFuture:
@@ -25,7 +24,7 @@ def fetch(tensor: Tensor) -> TensorFuture:
     # Past torch's dispatcher: the first op of a subclass that it sees makes it import torch.distributed.tensor (2.13), half a second.
     spec = tensor._spec
     if spec.has_partial:
-        tensor = redistribute.move(tensor, spec.with_placements(settled(spec)), "read")
+        tensor = redistribute.move(tensor, spec.with_placements(settled(spec.placements)), "read")
     controller = runtime.controller()
     with controller.lock:
         aliasing.refresh(controller, tensor._value)
@@ -97,7 +96,7 @@ def reduce(tensor: Tensor) -> Any:
             "torch.save(..., _use_new_zipfile_serialization=False): that format brings values only after the tensors were made of them, so "
             "dtorch tensors would be of uninitialised memory; leave the argument out, or save x.to_torch()"
         )
-    placements = PlacementList(REPLICATE if is_partial(p) else p for p in tensor.placements)
+    placements = settled(tensor.placements)
     mesh = tensor.device_mesh
     where = None
     if tensor._spec is not None:

@@ -13,7 +13,7 @@ import torch
 
 from ..client import in_place, random_ops, runtime
 from ..mesh import DeviceMesh
-from ..placement import PARTIAL, PlacementList
+from ..placement import PARTIAL, PlacementList, settled
 from ..sharding.spec import Spec, intern_mesh
 from ..tensor import Tensor
 from ..worker.functions_files import mapped, opened
@@ -151,8 +151,8 @@ def write(files: Mapping[Path, Mapping[str, torch.Tensor]], starts: Mapping[str,
                         mapped(str(path), starts[name], plain.shape, plain.dtype).copy_(plain)
                     tally.moved_here(tensor.nbytes)
                 else:
-                    settled = tensor.detach().redistribute(tensor._spec.mesh, random_ops.settled(tensor._spec))
+                    whole = tensor.detach().redistribute(tensor._spec.mesh, settled(tensor._spec.placements))
                     where = [os.fsencode(path), starts[name], name]
-                    in_place.run("dtorch.write_part", [settled, tally.count(settled._spec.mesh)], where, (1,))
+                    in_place.run("dtorch.write_part", [whole, tally.count(whole._spec.mesh)], where, (1,))
                 tally.issued(tensor.nbytes)
         return tally.finish()

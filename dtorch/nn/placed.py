@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,6 +109,6 @@ def checked_mesh(name: str, device: Any, device_mesh: Any, tp_dim: Any, use_defa
     return device_mesh
 
 
-def checked_shard_type(name: str, found: Any, legal: Sequence[str | None] = SHARD_TYPES) -> None:
-    if found not in legal:
-        raise ValueError(f"{name}(): tp_shard_type must be one of {', '.join(map(repr, legal))}, got {found!r}")
+def checked_shard_type(name: str, found: Any) -> None:
+    if found not in SHARD_TYPES:
+        raise ValueError(f"{name}(): tp_shard_type must be one of {', '.join(map(repr, SHARD_TYPES))}, got {found!r}")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList, encode, is_partial, is_shard, shard
+from ..placement import REPLICATE, PlacementList, encode, is_shard, settled, shard
 from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
 from ..raw import dtype_name
 from .layout import box_shape
 from .plan import Builder, order_or_none, stride_order
 from .rearrange import is_needless
-from .sequence import Sizes, boxes, ring_place
+from .sequence import Sizes, boxes, ring_place, wide
 from .spec import Spec, mesh_id
 
 SEQUENCE = 2
@@ -149,12 +149,12 @@ def roles_of(query: Spec, key: Spec, value: Spec, insisted: Mapping[int, str]) -
     return Roles(tuple(batch), tuple(heads), tuple(ring))
 
 
-def settled(spec: Spec) -> Spec:
+def whole_features(spec: Spec) -> Spec:
     """``spec`` with whole features and no pending sum, as attention takes and gives it."""
     return spec.with_placements(
         PlacementList(
-            REPLICATE if is_partial(p) or (is_shard(p) and p.dim > SEQUENCE) else p  # type: ignore[attr-defined]
-            for p in spec.placements
+            REPLICATE if is_shard(p) and p.dim > SEQUENCE else p  # type: ignore[attr-defined]
+            for p in settled(spec.placements)
         )
     )
 
@@ -192,11 +192,10 @@ def forward(
             k, v = writer.done(key.dtype), writer.done(value.dtype)
     assert out is not None
     assert lse is not None
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    goal = settled(query)
+    goal = whole_features(query)
     shape = torch.Size((*query.shape[:3], value.shape[3]))
     out_spec = Spec.of(attention.mesh, goal.placements, shape, _stride(shape, order), query.dtype)
-    lse_spec = Spec.of(attention.mesh, goal.placements, query.shape[:3], None, lse_dtype)
+    lse_spec = Spec.of(attention.mesh, goal.placements, query.shape[:3], None, wide(query.dtype))
     (out,) = writer.local(
         "dtorch.attention_finish", [Slot(out), Const("dtype", dtype_name(query.dtype)), list(order)], 1
     )
@@ -228,7 +227,7 @@ def backward(
     q, k, v = slots[:3]
     options = writer.options(mask is not None, keep is not None, slots[3 : 3 + scores])
     rest = [Slot(slot) for slot in slots[3 + scores :]]
-    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    kind = wide(query.dtype)
     wide_key, wide_value = (Spec.of(s.mesh, s.placements, s.shape, s.stride, kind) for s in (key, value))
     grad_q = grad_mask = None
     grad_k = grad_v = -1
@@ -259,7 +258,7 @@ def backward(
     for slot, spec, what in found:
         if slot is None or spec is None:
             continue
-        goal = settled(spec) if what != "scores" else _summed(spec)
+        goal = whole_features(spec) if what != "scores" else _summed(spec)
         order = stride_order(goal.shape, goal.stride)
         (slot,) = writer.local(
             "dtorch.attention_finish", [Slot(slot), Const("dtype", dtype_name(goal.dtype)), list(order)], 1
@@ -282,7 +281,7 @@ class _Writer:
         """Bring every input to where the attention computes; their slots."""
         slots = []
         for slot, (spec, kind) in enumerate(zip(specs, kinds, strict=True)):
-            goal = settled(spec) if kind != "scores" else _summed(spec)
+            goal = whole_features(spec) if kind != "scores" else _summed(spec)
             if goal is not spec:
                 slot = self.builder.reshard(slot, spec, goal)
             slots.append(self._rearranged(slot, goal, kind, back=False))
@@ -356,7 +355,7 @@ def _slot(slot: int | None) -> Slot | None:
 
 def _summed(spec: Spec) -> Spec:
     """``spec`` without pending sums."""
-    return spec.with_placements(PlacementList(REPLICATE if is_partial(p) else p for p in spec.placements))
+    return spec.with_placements(settled(spec.placements))
 
 
 def _stride(shape: torch.Size, order: list[int]) -> tuple[int, ...]:

@@ -70,9 +70,8 @@ class OpInfo:
         self.hidden = HIDDEN_WRITES.get(op)
         self.positions_of_numbers = tuple(a.is_number for a in self.arguments)
         returns = schema.returns
-        lists = [_is_list(r.type) for r in returns]
-        self.structure = "none" if not returns else "tuple" if len(returns) > 1 else "list" if lists[0] else "tensor"
-        self.has_list_output = any(lists)
+        single = "list" if returns and _is_list(returns[0].type) else "tensor"
+        self.structure = "none" if not returns else "tuple" if len(returns) > 1 else single
         self.return_aliases = tuple(_alias(r, self.arguments) for r in returns)
         if op in HIDDEN_VIEWS:
             self.return_aliases = (self.by_name[HIDDEN_VIEWS[op]],)

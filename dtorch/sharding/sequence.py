@@ -14,10 +14,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..program.ir import Roles
 from .layout import Box, chunk
 
 Range = tuple[int, int]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which outputs are merged and gradients summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Sizes(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a failed command leaves behind: which values nobody may read any more (DESIGN.md, law 5)."""
+"""What a failed command leaves behind: which values nobody may read any more (docs/architecture.md, law 5)."""
 
 from __future__ import annotations
 

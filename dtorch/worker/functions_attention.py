@@ -25,6 +25,7 @@ from ..sharding.sequence import (
     query_ranges,
     ring_place,
     step_tasks,
+    wide,
 )
 from .random import words
 from .registry import Here, device_function
@@ -34,11 +35,6 @@ Tensor = torch.Tensor
 
 #: Scores computed at once, at most, where they are computed one by one: 16 MB in float32.
 _SCORES = 1 << 22
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which outputs are merged and gradients summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +56,8 @@ class _Block:
         at = self.here
         return step_tasks(self.roles, self.is_causal, self.sizes, at.mesh.shape, at.coordinate, self.step)
 
-    def is_plain(self, task: Task, query: Tensor, value: Tensor) -> bool:
-        """Whether torch's fused kernel computes it."""
+    def is_fused(self, task: Task, query: Tensor, value: Tensor) -> bool:
+        """Whether torch's fused kernel can compute it."""
         return (
             self.mask is None
             and not self.dropout
@@ -182,7 +178,7 @@ def attention_block(
     if not query.shape[0] * query.shape[1]:
         return out, lse
     for task in block.tasks():
-        if block.is_plain(task, query, value):
+        if block.is_fused(task, query, value):
             _merge(out, lse, task, *_fused(block, task, query, key, value))
         else:
             for part in block.chunks(task, query):
@@ -303,7 +299,7 @@ def attention_block_backward(
     grads = grad_query, *(torch.zeros(t.shape, dtype=kind, device=t.device) for t in (key, value)), grad_mask
     if query.shape[0] * query.shape[1]:
         for task in block.tasks():
-            if block.is_plain(task, query, value):
+            if block.is_fused(task, query, value):
                 _fused_backward(block, task, query, key, value, out, lse, grad, grads)
             else:
                 for part in block.chunks(task, query):

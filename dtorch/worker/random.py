@@ -1,4 +1,4 @@
-"""Random values that depend on a key and an element's place in the whole tensor alone (DESIGN.md, law 7).
+"""Random values that depend on a key and an element's place in the whole tensor alone (docs/architecture.md, law 7).
 
 Element ``i`` of the whole tensor, counted row by row, takes words ``i * n … i * n + n - 1`` of the Philox stream of the key
 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), so any box can be made anywhere. Words become values

@@ -71,10 +71,6 @@ class Here:
         placements, shape = self.inputs[index]
         return local_box(placements, self.mesh.shape, self.coordinate, shape)
 
-    def input_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of that box; the global shape is ``inputs[index][1]``."""
-        return box_shape(self.input_box(index))
-
     def output_box(self, index: int = 0) -> Box:
         """This device's box of output layout ``index``, in global indices."""
         placements, shape = self.outputs[index]
