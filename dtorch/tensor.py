@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .client import torch_internals
 from .future import TensorFuture
 from .mesh import DeviceMesh
 from .placement import REPLICATE, Placement, PlacementList, is_shard, normalize
@@ -45,7 +46,7 @@ class Tensor(torch.Tensor):
     #: The gradient hook of a leaf, else None.
     _leaf: Any = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_internals.no_torch_function  # type: ignore[assignment]
 
     def __new__(  # noqa: PYI034 - it makes no subclasses
         cls,
@@ -400,7 +401,7 @@ def _new(name: str) -> Any:
 
         return creation.new(self, name, args, kwargs, device_mesh, placements)
 
-    original = getattr(torch._C.TensorBase, f"new_{name}")
+    original = getattr(torch.Tensor, f"new_{name}")
     make.__name__ = make.__qualname__ = f"new_{name}"
     make.__doc__ = (
         f"``torch.Tensor.new_{name}``, with ``device_mesh=`` and ``placements=``; with neither it follows this tensor."
@@ -411,4 +412,4 @@ def _new(name: str) -> Any:
 for _name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided"):
     setattr(Tensor, f"new_{_name}", _new(_name))
 
-_requires_grad = torch._C.TensorBase.requires_grad
+_requires_grad: Any = torch.Tensor.requires_grad

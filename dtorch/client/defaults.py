@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from ..mesh import DeviceMesh
-from . import host, runtime
+from . import host, runtime, torch_internals
 from .leaves import no_sync
 
 
@@ -21,7 +20,7 @@ class _OnMesh(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mesh = runtime.chosen_mesh()
-        if mesh is None or func not in _device_constructors() or kwargs.get("device") is not None:
+        if mesh is None or func not in torch_internals.factories() or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         made = func(*args, **kwargs)

@@ -12,7 +12,7 @@ PREFIX = "tensor("
 
 def text(tensor: Tensor) -> str:
     """Summarised as torch does, without fetching all of a large tensor."""
-    options = torch._tensor_str.PRINT_OPTS
+    options = torch_internals.print_options
     if tensor.numel() > options.threshold:
         with torch.no_grad():
             plain = _edges(tensor.detach(), options.edgeitems).to_torch()
@@ -38,7 +38,7 @@ def _edges(x: torch.Tensor, items: int) -> torch.Tensor:
 
 
 def _summarised(plain: torch.Tensor) -> str:
-    options = torch._tensor_str.PRINT_OPTS
+    options = torch_internals.print_options
     threshold = options.threshold
     options.threshold = 0
     try:

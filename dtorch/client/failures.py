@@ -6,6 +6,7 @@ import builtins
 import collections
 import functools
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,16 +32,17 @@ def remote(kind: str) -> type[RemoteError]:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A failed command, as its worker described it."""
 
-    __slots__ = ("device", "sequence", "kind", "message", "coordinate", "shapes", "line")
-
-    def __init__(
-        self, device: int, sequence: int, kind: str, message: str, coordinate: Any, shapes: Any, line: str
-    ) -> None:
-        self.device, self.sequence, self.kind, self.message = device, sequence, kind, message
-        self.coordinate, self.shapes, self.line = coordinate, shapes, line
+    device: int
+    sequence: int
+    kind: str
+    message: str
+    coordinate: Any
+    shapes: Any
+    line: str
 
     def error(self) -> RemoteError:
         where = f"device {self.device}" + (

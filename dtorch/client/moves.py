@@ -40,7 +40,7 @@ def to(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return _to(moved, moved.dtype if dtype is None else dtype, *rest, **kwargs)
 
 
-_to = torch._C.TensorBase.to
+_to = torch.Tensor.to
 
 
 def _target(x: Tensor, kind: str, index: int | None) -> DeviceMesh | None:

@@ -15,9 +15,9 @@ def pack(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if type(lengths) is Tensor:
         lengths = lengths.to_torch()
     # torch itself checks the lengths and counts, on a tensor without features.
-    _, sizes = torch._VF._pack_padded_sequence(torch.empty(x.shape[:2], device="cpu"), lengths, batch_first)
+    _, sizes = info.op(torch.empty(x.shape[:2], device="cpu"), lengths, batch_first)
     if type(x) is not Tensor:
-        return torch._VF._pack_padded_sequence(x, lengths, batch_first)
+        return info.op(x, lengths, batch_first)
     steps = x.transpose(0, 1) if batch_first else x
     return steps.flatten(0, 1).index_select(0, _rows(sizes, steps.shape[1])), sizes
 

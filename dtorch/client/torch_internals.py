@@ -1,10 +1,7 @@
-"""The private torch APIs dtorch relies on, all of them, for torch 2.13. `tests/client/test_torch_internals.py` fails when one changes.
+"""The private torch APIs that the client relies on, for torch 2.13. `tests/client/test_torch_internals.py` fails when one changes.
 
-- ``Tensor._make_wrapper_subclass``, ``Tensor._make_subclass``: handles without and with memory of their own.
-- PrivateUse1 renamed to ``dtorch`` with Python kernels for ``empty``, ``empty_strided`` and ``_copy_from``: so that
-  ``torch.zeros(3, device=x.device)`` in library code makes a tensor of ours. torch writes into it with our dispatch excluded, so it
-  must have real memory.
-- the two lists of types that the ``foreach`` optimizers and gradient clipping know.
+Of what may not import the client, `dtorch.placement` has torch's C++ placements, `dtorch.sharding` op schemas, which kernels an op has
+and fake tensors, and `dtorch.worker` torch's bindings of ops and its process groups.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 BACKEND = "dtorch"
 
@@ -24,8 +22,18 @@ CPU = torch.device("cpu")
 
 _PRIVATE_USE = torch._C._autograd.DeviceType.PrivateUse1
 
+#: Handles without and with memory of their own.
 make_wrapper = torch.Tensor._make_wrapper_subclass
 make_subclass = torch.Tensor._make_subclass
+
+#: For a subclass on which torch's functions act as on any tensor.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+#: What `torch.set_printoptions` sets.
+print_options = torch._tensor_str.PRINT_OPTS
+
+#: Gives the functions that a default device is for.
+factories = _device_constructors
 
 _library: torch.library.Library | None = None
 
@@ -40,7 +48,11 @@ def is_our_device(found: Any) -> bool:
 
 
 def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Callable[[int], None]) -> None:
-    """Make ``dtorch`` a device type whose factories return ``make_host(plain tensor)``."""
+    """Make ``dtorch`` a device type whose factories return ``make_host(plain tensor)``: PrivateUse1, renamed.
+
+    So ``torch.zeros(3, device=x.device)`` in library code makes a tensor of ours. torch writes into it with our dispatch excluded, so it
+    must have real memory.
+    """
     global _library
     if _library is not None:
         return
@@ -208,7 +220,7 @@ def read_lists_of(plain_data: Callable[[Any], Any]) -> None:
 
     dynamo looks these functions up later; jit must be told, and the modes that serve factories know them by their first identity.
     """
-    torch.utils._device._device_constructors()  # type: ignore[attr-defined]
+    factories()
 
     def reading(function: Any) -> Any:
         @functools.wraps(function)

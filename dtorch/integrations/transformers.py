@@ -1,6 +1,8 @@
 """Hugging Face transformers: unmodified models, built without memory here, placed, and loaded by the workers.
 
-For transformers 5. What is private there and used here: ``_from_config``, ``_get_dtype_plan``, ``core_model_loading`` (tests: 5.24).
+For transformers 5. What is private there and used here: of its models ``_from_config``, ``_get_dtype_plan``, ``_init_weights``,
+``_keys_to_ignore_on_load_missing`` and ``…_unexpected``, ``_weight_conversions`` and ``all_tied_weights_keys``; and the modules
+``conversion_mapping`` and ``core_model_loading`` (tests: 5.24).
 """
 
 from __future__ import annotations
@@ -211,10 +213,7 @@ def _fill(model: Any, mesh: DeviceMesh, weights: _Weights, folder: Path, progres
     for name, (shape, fusion) in weights.made.items():
         expected = model.get_parameter_or_buffer(name).shape
         if shape != expected:
-            sources = ", ".join(f"{entry.name!r} in {entry.path}" for _, _, entry in fusion.sources[:2])
-            wrong.append(
-                f"{name!r} has shape {tuple(expected)} in the model and {tuple(shape)} as made of {sources}, ..."
-            )
+            wrong.append(f"{name!r} has shape {tuple(expected)} in the model and {tuple(shape)} as made of {fusion}")
     direct = [target for target in targets_of(model) if weights.made.keys().isdisjoint(target.names)]
     pairs, missing, unexpected = match("from_pretrained", direct, weights.named, folder, strict=False)
     wrong += [f"{name!r} of the model is missing" for name in _filtered(missing, model._keys_to_ignore_on_load_missing)]

@@ -207,6 +207,10 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: _Saved) -> None:
     optimizer.load_state_dict(saved.read(like))
 
 
+def _restore_generator(generator: torch.Generator, saved: _Saved) -> None:
+    generator.set_state(saved.read()[0])
+
+
 def _restore_stateful(found: Any, saved: _Saved) -> None:
     now = found.state_dict()
 
@@ -266,7 +270,7 @@ KINDS: dict[str, _Kind] = {
         "a torch.Generator",
         lambda x: isinstance(x, torch.Generator),
         lambda x: [x.get_state()],
-        lambda x, saved: x.set_state(saved.read()[0]) and None,
+        _restore_generator,
         legal=lambda data: isinstance(data, list) and len(data) == 1 and isinstance(data[0], torch.Tensor),
     ),
     "stateful": _Kind(

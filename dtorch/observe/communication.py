@@ -55,7 +55,9 @@ def communication_of(
 ) -> Iterator[Communication]:
     """Each redistribution of one run of ``program`` in which a device receives something."""
     for instruction in program.body:
-        if type(instruction) is Rearrange:
+        if type(instruction) is Reshard:
+            yield from _of_reshard(instruction, operands, mesh_of, op, asked_for, line)
+        elif type(instruction) is Rearrange:
             yield from _of_rearrange(instruction, operands, mesh_of, op, asked_for, line)
         elif type(instruction) is ShiftStart:
             mesh, dtype = mesh_of(instruction.mesh), dtype_called(instruction.dtype)
@@ -64,20 +66,23 @@ def communication_of(
             yield Communication(
                 "shift", most, every, axes, (), dtype, nowhere, nowhere, mesh, mesh, op, asked_for, line
             )
-        if type(instruction) is not Reshard:
-            continue
-        mesh, target_mesh = mesh_of(instruction.source_mesh), mesh_of(instruction.target_mesh)
-        source, target = decode(instruction.source_placements), decode(instruction.target_placements)
-        shape, dtype = tuple(operands[instruction.shape.index]), dtype_called(instruction.dtype)
-        where = (mesh, source, target_mesh, target, shape)
-        kind = transfer.kind(*where)
-        if kind == "local":
-            continue
-        received = transfer.moved_bytes(*where, dtype).values()
-        axes = () if kind == "transfer" else tuple(_changed(mesh, source, target))
-        yield Communication(
-            kind, max(received), sum(received), axes, shape, dtype, source, target, mesh, target_mesh, op, asked_for, line
-        )  # fmt: skip
+
+
+def _of_reshard(
+    move: Reshard, operands: Sequence[Any], mesh_of: Callable[[int], DeviceMesh], op: str, asked_for: bool, line: str
+) -> Iterator[Communication]:
+    mesh, target_mesh = mesh_of(move.source_mesh), mesh_of(move.target_mesh)
+    source, target = decode(move.source_placements), decode(move.target_placements)
+    shape, dtype = tuple(operands[move.shape.index]), dtype_called(move.dtype)
+    where = (mesh, source, target_mesh, target, shape)
+    kind = transfer.kind(*where)
+    if kind == "local":
+        return
+    received = transfer.moved_bytes(*where, dtype).values()
+    axes = () if kind == "transfer" else _named(mesh, _changed(mesh, source, target))
+    yield Communication(
+        kind, max(received), sum(received), axes, shape, dtype, source, target, mesh, target_mesh, op, asked_for, line
+    )  # fmt: skip
 
 
 def _of_rearrange(
@@ -115,7 +120,10 @@ def _named(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[str | int, ...]:
     return tuple(axis if mesh.mesh_dim_names is None else mesh.mesh_dim_names[axis] for axis in axes)
 
 
-def _changed(mesh: DeviceMesh, source: PlacementList, target: PlacementList) -> Iterator[str | int]:
-    for axis, (size, before, after) in enumerate(zip(mesh.shape, source, target, strict=True)):
-        if size > 1 and before != after and (is_shard(before) or is_partial(before)):
-            yield axis if mesh.mesh_dim_names is None else mesh.mesh_dim_names[axis]
+def _changed(mesh: DeviceMesh, source: PlacementList, target: PlacementList) -> list[int]:
+    """The axes along which devices lack something of what they are to have."""
+    return [
+        axis
+        for axis, (size, before, after) in enumerate(zip(mesh.shape, source, target, strict=True))
+        if size > 1 and before != after and (is_shard(before) or is_partial(before))
+    ]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("simulated")
 class Handle(torch.Tensor):
     """A wrapper subclass of this test's own, with no more than torch gives it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_internals.no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -84,6 +84,15 @@ def test_format_values() -> None:
     assert torch_internals.format_values(torch.tensor([1.0, 2.5]), 7) == "[1.0000, 2.5000]"
     options = torch._tensor_str.PRINT_OPTS  # what `display` reads and sets
     assert {"threshold", "edgeitems"} <= set(vars(options))
+
+
+def test_print_options_are_what_set_printoptions_sets() -> None:
+    before = torch_internals.print_options.threshold
+    torch.set_printoptions(threshold=before + 1)
+    try:
+        assert torch_internals.print_options.threshold == before + 1
+    finally:
+        torch.set_printoptions(threshold=before)
 
 
 def test_innermost_unwraps_the_tensors_of_torch_func() -> None:
