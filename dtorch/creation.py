@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .client import host, random_ops, runtime
+from .client import fresh, host, random_ops, runtime
 from .mesh import DeviceMesh
 from .placement import Placement, settled
 from .placing import moved, place, tensor, where_to, where_told
@@ -183,7 +183,7 @@ def _integers(spec: Spec, args: Any, kwargs: Any) -> Tensor:
 
 def _filled(value: Any) -> Any:
     def make(spec: Spec, args: Any, kwargs: Any) -> Tensor:
-        return random_ops.filled(spec, value)
+        return fresh.filled(spec, value)
 
     return make
 
@@ -192,7 +192,7 @@ def _full(spec: Spec, args: Any, kwargs: Any) -> Tensor:
     value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
     value = value.item() if isinstance(value, torch.Tensor) else value
     torch.full((1,), value, dtype=spec.dtype, device="cpu")  # does it fit?
-    return random_ops.filled(spec, value)
+    return fresh.filled(spec, value)
 
 
 RANDOM_FILLS: dict[str, Any] = {"rand": _uniform, "randn": _normal, "randint": _integers}

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from ..placement import settled
-from ..program.ir import Const, Local
-from ..raw import dtype_name
+from ..program.ir import Local
 from ..sharding import shapes
 from ..sharding.plan import ArgWriter, Builder, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import host, runtime
+from . import fresh, host, runtime
 from .values import Value, next_value_id
 
 aten = torch.ops.aten
@@ -145,32 +144,7 @@ def generate(fill: Any, arguments: list[Any], spec: Spec) -> Tensor:
         ]
     builder = Builder(spec.mesh, 0, 0)
     numbers = [builder.operand(draw_key()), *[builder.operand(a) for a in arguments]]
-    return _make(builder, name, numbers, spec)
-
-
-def filled(spec: Spec, value: Any) -> Tensor:
-    """A new contiguous tensor of ``spec`` full of one number."""
-    builder = Builder(spec.mesh, 0, 0)
-    number: Any = Const("complex", repr(value)) if isinstance(value, complex) else builder.operand(value)
-    return _make(builder, "dtorch.full", [number], spec)
-
-
-def _make(builder: Builder, name: str, args: list[Any], spec: Spec) -> Tensor:
-    """Run a device function that makes one fresh contiguous tensor."""
-    from . import dispatch
-
-    out = builder.slot()
-    layout = builder.layout(spec.placements, tuple(spec.shape))
-    builder.body.append(Local(name, [*args, Const("dtype", dtype_name(spec.dtype))], {}, [out], [], [layout]))
-    controller = runtime.controller()
-    controller.mesh(spec.mesh)
-    with controller.lock:
-        program = controller.define(builder.program(name, [out]))
-        value = Value(next_value_id())
-        controller.issue([program, value.id, *builder.operands], name)
-    controller.bytes_ahead += spec.nbytes // len(spec.mesh.device_ids)
-    controller.pressure()
-    return dispatch.wrap(Spec.of(spec.mesh, spec.placements, spec.shape, None, spec.dtype), value)
+    return fresh.make(builder, name, numbers, spec)
 
 
 def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:

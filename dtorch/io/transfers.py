@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import torch
 
-from ..client import in_place, random_ops, runtime
+from ..client import fresh, in_place, runtime
 from ..mesh import DeviceMesh
 from ..placement import PARTIAL, PlacementList, settled
 from ..sharding.spec import Spec, intern_mesh
@@ -58,7 +58,7 @@ class Tally:
         found = self._counts.get(mesh)
         if found is None:
             spec = Spec.of(intern_mesh(mesh), PlacementList((PARTIAL,) * mesh.ndim), (1,), None, torch.int64)
-            found = self._counts[mesh] = random_ops.filled(spec, 0)
+            found = self._counts[mesh] = fresh.filled(spec, 0)
         return found
 
     def moved_here(self, nbytes: int) -> None:
