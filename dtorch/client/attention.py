@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -156,10 +156,9 @@ class _Attention(torch.autograd.Function):
             raise lines.with_line(error) from None
         names = mesh.mesh_dim_names or ()
         axes = tuple((names.index(name), what) for name, what in option.items() if name in names)
-        key_of_plan = (specs, mask is not None, keep is not None, is_causal, bool(numbers[1]), axes, fused)
-        ctx.key = key_of_plan
+        ctx.call = _Call(specs, mask is not None, keep is not None, is_causal, bool(numbers[1]), axes, fused)
         ctx.numbers = numbers
-        out, *lse = _run(_forward_plan, (*key_of_plan, saves), tensors, numbers)
+        out, *lse = _run(_forward_plan, (ctx.call, saves), tensors, numbers)
         if saves:
             ctx.save_for_backward(*tensors, out, *lse)
         return out
@@ -171,7 +170,7 @@ class _Attention(torch.autograd.Function):
         if type(grad) is not Tensor or grad._spec is None:
             grad = _placed(grad, out._spec.mesh)
         wants_mask = ctx.needs_input_grad[3]
-        key = (*ctx.key, out._spec, lse._spec, grad._spec, wants_mask)
+        key = (ctx.call, out._spec, lse._spec, grad._spec, wants_mask)
         found = _run(_backward_plan, key, [*tensors, out, lse, grad], ctx.numbers)
         return (*found[:3], found[3] if wants_mask else None, *[None] * 6)
 
@@ -184,49 +183,41 @@ def _placed(tensor: Any, mesh: Any) -> Any:
     return host.from_plain(tensor, mesh)
 
 
-def _attention(specs: tuple[Spec, ...], is_causal: bool, dropout: bool, axes: tuple[tuple[int, str], ...]) -> Attention:
-    query, key, value = specs[:3]
-    roles = planning.roles_of(query, key, value, dict(axes))
-    asked_for = planning.is_asked_for((query, key, value), dict(axes))
-    return Attention(query.mesh, roles, planning.sizes_of(query, key), is_causal, dropout, asked_for)
+class _Call(NamedTuple):
+    """A call as its plans see it: all but its numbers. ``specs`` are of query, key, value, and of mask and keep if it has them."""
+
+    specs: tuple[Spec, ...]
+    has_mask: bool
+    has_keep: bool
+    is_causal: bool
+    has_dropout: bool
+    #: What `insisted` says of each axis.
+    axes: tuple[tuple[int, str], ...]
+    fused: bool
+
+    def attention(self) -> Attention:
+        query, key, value = self.specs[:3]
+        insisted_on = dict(self.axes)
+        roles = planning.roles_of(query, key, value, insisted_on)
+        asked_for = planning.is_asked_for((query, key, value), insisted_on)
+        sizes = planning.sizes_of(query, key)
+        return Attention(query.mesh, roles, sizes, self.is_causal, self.has_dropout, asked_for)
+
+    def inputs(self) -> tuple[Spec, Spec, Spec, Spec | None, Spec | None]:
+        """Specs of query, key, value, mask and keep."""
+        query, key, value, *more = self.specs
+        return query, key, value, more[0] if self.has_mask else None, more[-1] if self.has_keep else None
 
 
-def _optional(specs: tuple[Spec, ...], has_mask: bool, has_keep: bool) -> tuple[Spec | None, Spec | None]:
-    return specs[3] if has_mask else None, specs[-1] if has_keep else None
-
-
-def _forward_plan(
-    specs: tuple[Spec, ...],
-    has_mask: bool,
-    has_keep: bool,
-    is_causal: bool,
-    dropout: bool,
-    axes: Any,
-    fused: bool,
-    saves: bool,
-) -> AttentionPlan:
-    attention = _attention(specs, is_causal, dropout, axes)
+def _forward_plan(call: _Call, saves: bool) -> AttentionPlan:
+    query = call.specs[0]
     # torch's fused kernel lays the output out as query is, its composed form does not.
-    order = stride_order(tuple(specs[0].shape), specs[0].stride) if fused else [0, 1, 2, 3]
-    return planning.forward(attention, *specs[:3], *_optional(specs, has_mask, has_keep), order, saves)
+    order = stride_order(tuple(query.shape), query.stride) if call.fused else [0, 1, 2, 3]
+    return planning.forward(call.attention(), *call.inputs(), order, saves)
 
 
-def _backward_plan(
-    specs: tuple[Spec, ...],
-    has_mask: bool,
-    has_keep: bool,
-    is_causal: bool,
-    dropout: bool,
-    axes: Any,
-    fused: bool,
-    out: Spec,
-    lse: Spec,
-    grad: Spec,
-    wants_mask: bool,
-) -> AttentionPlan:
-    attention = _attention(specs, is_causal, dropout, axes)
-    optional = _optional(specs, has_mask, has_keep)
-    return planning.backward(attention, *specs[:3], *optional, out, lse, grad, wants_mask)
+def _backward_plan(call: _Call, out: Spec, lse: Spec, grad: Spec, wants_mask: bool) -> AttentionPlan:
+    return planning.backward(call.attention(), *call.inputs(), out, lse, grad, wants_mask)
 
 
 @functools.lru_cache(maxsize=1024)
