@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -52,3 +53,12 @@ def test_the_output_of_the_example_in_the_readme() -> None:
     text = README.read_text()
     for line in ran.stdout.splitlines()[:-1]:
         assert f"\n{line}\n" in text
+
+
+def test_the_map_in_the_architecture_names_every_module() -> None:
+    """Those of a folder in a folder by that folder's name."""
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Map\n")[2].partition("\n## ")[0]
+    named = {word.removesuffix(".py") for told in re.findall(r"`([^`]+)`", text) for word in told.split()}
+    modules = [path.relative_to(ROOT / "dtorch").with_suffix("").parts for path in (ROOT / "dtorch").rglob("*.py")]
+    expected = {f"{parts[1]}/" if len(parts) > 2 else parts[-1] for parts in modules} - {"__init__"}
+    assert [name for name in sorted(expected) if not any(fnmatch.fnmatch(name, word) for word in named)] == []
