@@ -194,6 +194,9 @@ class _Problem:
             (REPLICATE,) * len(self.inputs),
             tuple(None if self.call.outputs[o] is None else REPLICATE for o in self.outputs),
         )
+        free = self._free(nothing)
+        if free is not None:
+            return free
         choices = []
         for axis in range(len(self.mesh_shape)):
             here = [spec.placements[axis] for spec in self.specs]
@@ -216,6 +219,20 @@ class _Problem:
                     if not any(self._legal([*chosen[:axis], s, *chosen[axis + 1 :]]) for s in others):
                         self.gathered = True
         return chosen
+
+    def _free(self, nothing: Strategy) -> list[Strategy] | None:
+        """The choice where each axis has just one strategy that moves nothing, and that costs nothing: no other need be weighed."""
+        chosen = []
+        for axis in range(len(self.mesh_shape)):
+            here = [spec.placements[axis] for spec in self.specs]
+            if all(p is REPLICATE for p in here):
+                chosen.append(nothing)
+                continue
+            fits = [s for s in self.strategies if all(a is b for a, b in zip(s.inputs, here, strict=True))]
+            if len(fits) != 1 or not self._keeps(fits[0], here) or self._cost(fits[0], axis, here)[0]:
+                return None
+            chosen.append(fits[0])
+        return chosen if self._legal(chosen) else None
 
     def _search(self, choices: list[list[Strategy]], chosen: list[Strategy]) -> Iterator[list[Strategy]]:
         if len(chosen) == len(choices):

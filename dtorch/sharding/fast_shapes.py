@@ -71,7 +71,8 @@ def _contiguous(t: Any) -> bool:
 def _dtypes(
     key: Any, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.dtype, ...] | None:
-    """The outputs' dtypes, asked once per ``key`` with stand-ins as arguments; None if torch raises."""
+    """The outputs' dtypes, asked once per ``key`` and default dtype with stand-ins as arguments; None if torch raises."""
+    key = (key, torch.get_default_dtype())
     try:
         return _DTYPES[key]
     except KeyError:

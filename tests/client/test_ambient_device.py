@@ -35,5 +35,8 @@ def test_a_default_dtype_is_followed_where_torch_follows_it() -> None:
         assert dtorch.rand(2, device_mesh=mesh).dtype == torch.float64
         assert dtorch.from_torch(torch.ones(2, dtype=torch.float32), mesh).dtype == torch.float32
         assert (dtorch.arange(4, device_mesh=mesh) / 2).to_torch().dtype == torch.float64
+        assert dtorch.arange(4, device_mesh=mesh).float().mean().to_torch().dtype == torch.float32
     finally:
         torch.set_default_dtype(before)
+    assert (dtorch.arange(4, device_mesh=mesh) / 2).to_torch().dtype == before
+    assert torch.sqrt(dtorch.arange(4, device_mesh=mesh)).to_torch().dtype == before
