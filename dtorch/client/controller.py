@@ -218,9 +218,8 @@ class Controller:
                     if not self.closed and self.lost is None:
                         try:
                             self.flush()
-                        except (
-                            Exception
-                        ) as error:  # nobody else would hear of it, and whoever waits would wait for ever
+                        except Exception as error:
+                            # Nobody else would hear of it, and whoever waits would wait for ever.
                             self.on_lost(WorkerLost(f"commands could not be sent: {error!r}"))
 
     def _unusable(self) -> Exception:

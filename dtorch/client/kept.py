@@ -104,12 +104,16 @@ def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
                 copies.used(key, controller.sequence)
                 return wrap(goal, copy)
             copies.drop(key)
-        moved = redistribute.move(tensor, goal, why)
+        generation = value.root.generation
+    # Without the lock, for it may wait. A write by another thread meanwhile leaves the copy void, as its generation is the one before.
+    moved = redistribute.move(tensor, goal, why)
+    moved._value.kept = COPY
+    with controller.lock:
         if value.kept is None:
             value.kept = {}
-        value.kept[goal] = moved._value, value.root.generation
-        moved._value.kept = COPY
-        copies.add(key, value, controller.sequence)
+        if goal not in value.kept:  # another thread may have been first
+            value.kept[goal] = moved._value, generation
+            copies.add(key, value, controller.sequence)
     return moved
 
 

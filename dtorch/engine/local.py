@@ -28,7 +28,8 @@ log = logging.getLogger("dtorch")
 
 _TAIL_LINES = 20
 _PATIENCE_SECONDS = 5.0
-#: The zygote is looked at this often even if no poll says so: once in 171 kills on a loaded machine only the poll's end did.
+#: The zygote is looked at this often even if no poll says so. A precaution: once in 171 kills on a loaded machine the loss was told
+#: after 5 s, when a poll used to end; why is not known.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 0.4
 
