@@ -14,6 +14,7 @@ from ._environment import check as _check  # noqa: E402
 _logs.set_up()
 _check()
 
+import importlib as _importlib  # noqa: E402
 from types import ModuleType as _Module  # noqa: E402
 from typing import Any as _Any  # noqa: E402
 
@@ -21,7 +22,7 @@ import torch as _torch  # noqa: E402
 
 _submodules.install()
 
-from . import errors, integrations, io, pipeline  # noqa: E402
+from . import errors  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
@@ -148,8 +149,14 @@ __all__ = [
 globals().update({name: _typed(name) for name in _TYPED})
 
 
+#: Imported when first asked for: most scripts, and the time to their first line of output, do without.
+_ON_FIRST_USE = ("integrations", "io", "pipeline")
+
+
 def __getattr__(name: str) -> _Any:
     """Whatever is not listed above is torch's: ``import dtorch as torch`` is a fair way to port a script."""
+    if name in _ON_FIRST_USE:
+        return _importlib.import_module(f"{__name__}.{name}")
     try:
         return getattr(_torch, name)
     except AttributeError:

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import creation
-from ..integrations import transformers
 from ..mesh import DeviceMesh
 from ..placement import PlacementList
 from ..placing import distribute_tensor
@@ -87,6 +86,8 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
     for one, where in zip(held, placements, strict=True):
         _place(one, mesh, where)
     NOTES[module] = notes
+    from ..integrations import transformers  # with the reading and writing of weights, which most programs do without
+
     transformers.keep_saving(module)
     for note in notes:
         log.warning("distribute_module: %s", note)
