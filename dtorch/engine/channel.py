@@ -52,9 +52,13 @@ class ClientChannel:
         self._context = zmq.Context()
         self._commands = _open(self._context, zmq.XPUB)
         self._commands.set(zmq.XPUB_VERBOSE, 1)  # tell of every subscription, not only of the first
-        self._commands.bind(commands)
         self._events = _open(self._context, zmq.PULL)
-        self._events.bind(events)
+        for bound, endpoint in ((self._commands, commands), (self._events, events)):
+            try:
+                bound.bind(endpoint)
+            except zmq.ZMQError as error:
+                self.close()
+                raise DTorchError(f"the socket {endpoint} cannot be opened: {error.strerror}") from None
 
     def subscribed(self, seconds: float) -> bool:
         """Whether one more worker subscribes within ``seconds``: what is sent from then on will reach it."""

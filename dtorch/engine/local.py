@@ -132,7 +132,14 @@ class LocalEngine:
         self._control.wake_client_at(None)
         self._staging = Staging(self._fd, self._done, self._wait_until)
         self._directory = opened["directory"]
-        self._channel = ClientChannel(self._directory)
+        try:
+            self._channel = ClientChannel(self._directory)
+        except BaseException:
+            self._staging = None
+            os.close(self._fd)
+            parent.stop()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._receive, name="dtorch-events", daemon=True)
         self._zygote = parent

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtorch.engine import protocol
+from dtorch.engine import local, protocol
+from dtorch.engine.channel import ClientChannel
 from dtorch.errors import DeviceUnavailable, DTorchError, WorkerLost
 from dtorch.placement import PARTIAL, shard
 from dtorch.placement import REPLICATE as R
@@ -451,3 +452,20 @@ def test_simulation_starts_no_zygote() -> None:
     environment = {**os.environ, "DTORCH_ENGINE": "simulate"}
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.stdout == "None\n"
+
+
+def test_a_socket_path_in_use_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The directory is a fresh one of the engine's own; what may still be in the way is told, and nothing is left behind."""
+    made = []
+
+    def taken(address: str) -> ClientChannel:
+        made.append(Path(address))
+        (made[0] / "events" / "somebody").mkdir(parents=True)
+        return ClientChannel(address)
+
+    monkeypatch.setattr(local, "ClientChannel", taken)
+    engine = local.LocalEngine(print, print, devices=2)
+    with pytest.raises(DTorchError, match=r"the socket ipc://.*/events cannot be opened"):
+        engine.ensure("cpu", [0])
+    engine.close()
+    assert not made[0].exists()
