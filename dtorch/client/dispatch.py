@@ -15,7 +15,7 @@ from torch import get_default_dtype
 
 from ..errors import DTorchError, MeshMismatch
 from ..sharding import shapes
-from ..sharding.plan import Plan, plan_gathered, plan_op
+from ..sharding.plan import Choice, Plan, decide, plan_gathered, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
@@ -45,7 +45,8 @@ class CallInfo(OpInfo):
 
 #: By the op's id: hashing an OpOverload runs Python. Each info keeps its op alive.
 _INFOS: dict[int, CallInfo] = {}
-_PLANS: OrderedDict[tuple, Plan] = OrderedDict()
+#: A `Choice` where something moves first: with kept copies its own program is never run.
+_PLANS: OrderedDict[tuple, Plan | Choice] = OrderedDict()
 
 #: Called with the arguments of `tell` before an op moves its inputs.
 before_moves: list[Any] = []
@@ -84,8 +85,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     return call(info, args, kwargs)
 
 
-def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op that needs no special way."""
+def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | None = None) -> Any:
+    """Run an op that needs no special way; ``choice``: where, if that is known."""
     key: list[Any] = [info]
     tensors: list[Tensor] = []
     numbers: list[Any] = []
@@ -122,7 +123,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     plan = _PLANS.get(cached)
     if plan is None:
         try:
-            plan = make_plan(info, args, kwargs, tensors, controller)
+            plan = make_plan(info, args, kwargs, tensors, controller, choice)
         except shapes.DataDependent:
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
         _PLANS[cached] = plan
@@ -164,20 +165,38 @@ def place_and_call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     return call(info, args, kwargs)
 
 
-def make_plan(info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], controller: Controller) -> Plan:
-    """Plan a call and tell the workers its program."""
+def make_plan(
+    info: CallInfo,
+    args: Any,
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    controller: Controller,
+    choice: Choice | None,
+) -> Plan | Choice:
+    """Plan a call, and tell the workers its program unless kept copies may make it needless."""
     for tensor in tensors:
         if tensor._value.id < controller.floor:
             raise controller.foreign()
-    metas, named = with_metas(args, kwargs)
-    try:
-        plan = plan_op(info, metas, named, [t._spec for t in tensors])
-    except MeshMismatch as error:
-        raise lines.with_line(error) from None
-    controller.mesh(plan.mesh)
+    specs = [t._spec for t in tensors]
+    if choice is None:
+        try:
+            choice = decide(info, *with_metas(args, kwargs), specs)
+        except MeshMismatch as error:
+            raise lines.with_line(error) from None
+    else:
+        choice = choice.at(specs)
+    controller.mesh(choice.mesh)
+    return choice if choice.moves and choice.makes_fresh else written_plan(choice, specs, controller)
+
+
+def written_plan(choice: Choice, specs: list[Spec], controller: Controller) -> Plan:
+    """The plan of a choice, its program known to the workers."""
+    plan = write_plan(choice, specs)
     with controller.lock:
         plan.program_id = controller.define(plan.program)
-    log.debug("plan of %s: program %d, outputs %s, moves %s", info.name, plan.program_id, plan.outputs, plan.moves)
+    log.debug(
+        "plan of %s: program %d, outputs %s, moves %s", choice.info.name, plan.program_id, plan.outputs, plan.moves
+    )
     return plan
 
 
@@ -212,7 +231,7 @@ def _with_tensors(args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> t
 
 def execute(
     info: CallInfo,
-    plan: Plan,
+    plan: Plan | Choice,
     args: Any,
     kwargs: dict[str, Any],
     tensors: list[Tensor],
@@ -224,14 +243,18 @@ def execute(
     if several and aliasing.interfere(plan, tensors):
         _one_by_one(info, args, kwargs)
         return None
+    if plan.moves:
+        tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
+    if type(plan) is Choice:
+        copies = kept.brought(plan, tensors, info.name, controller)
+        if copies is not None:
+            return call(info, *_with_tensors(args, kwargs, copies), plan)
+        if plan.plan is None:
+            plan.plan = written_plan(plan, [t._spec for t in tensors], controller)
+        plan = plan.plan
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
-    if plan.moves:
-        tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
-        copies = kept.brought(plan, tensors, info.name, controller)
-        if copies is not None:
-            return call(info, *_with_tensors(args, kwargs, copies))
     results = _queue(info, plan, args, kwargs, tensors, numbers, controller)
     controller.bytes_ahead += plan.nbytes
     controller.pressure()

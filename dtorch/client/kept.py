@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 from ..placement import is_partial, is_shard
-from ..sharding.plan import Plan
+from ..sharding.plan import Choice
 from ..sharding.spec import Spec
 from . import redistribute, runtime
 from .controller import Controller
@@ -74,13 +74,14 @@ def local_bytes(spec: Spec) -> int:
     return spec.nbytes // math.prod(pieces)
 
 
-def brought(plan: Plan, tensors: list[Any], why: str, controller: Controller) -> list[Any] | None:
-    """The tensors with those that ``plan`` would move replaced by kept copies, made now if need be; None if there is none to keep."""
-    if plan.writes or any(alias is not None for alias in plan.aliases):
-        return None
+def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller) -> list[Any] | None:
+    """The tensors with those that ``choice`` would move replaced by kept copies, made now if need be; None if there is none to keep.
+
+    The op must not write, nor return views: of a copy they would be.
+    """
     found = list(tensors)
     newest = next_value_id()
-    for index, (tensor, placements) in enumerate(zip(tensors, plan.decision.inputs, strict=True)):
+    for index, (tensor, placements) in enumerate(zip(tensors, choice.decision.inputs, strict=True)):
         spec, value = tensor._spec, tensor._value
         if value.kept is COPY or getattr(tensor, "_is_param", False) or newest - value.root.born > YOUNG:
             continue

@@ -7,6 +7,7 @@ constants and of each number its type and whether it `enlarges`, and the client 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,37 @@ from .spec import Spec, mesh_id
 from .strategy import Call, TensorArg
 
 aten = torch.ops.aten
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """Where an op will run on tensors of given shapes: all of a plan but the program, which is not written until it is needed.
+
+    ``moves`` are the redistributions that tensors of given specs need for it; ``writes`` the inputs that are written.
+    """
+
+    info: OpInfo
+    call: Call
+    decision: Decision
+    writes: tuple[int, ...]
+    mesh: DeviceMesh
+    moves: tuple[tuple[Spec, Spec], ...]
+    #: The program for just these specs, once somebody wants it.
+    plan: Plan | None = None
+    is_simple = False
+
+    def at(self, specs: Sequence[Spec]) -> Choice:
+        """The same choice for the same tensors under other placements."""
+        return dataclasses.replace(self, moves=_moves(self.decision, specs), plan=None)
+
+    @property
+    def makes_fresh(self) -> bool:
+        """Nothing is written, and no output is a view of an input."""
+        if self.writes:
+            return False
+        return all(
+            self.info.alias_of(i, self.call.args, self.call.kwargs) is None for i in range(len(self.call.outputs))
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,7 +155,12 @@ def order_or_none(spec: Spec) -> list[int] | None:
 
 
 def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Plan:
-    """The plan of one op.
+    """The plan of one op: `decide`, then `write_plan`."""
+    return write_plan(decide(info, args, kwargs, specs), specs)
+
+
+def decide(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Choice:
+    """Where one op will run.
 
     Args:
         args, kwargs: the call's arguments, with a `TensorArg` for every tensor, numbered in order.
@@ -138,13 +175,26 @@ def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: 
     inferred = shapes.infer(info.op, args, kwargs)
     if mesh.device_type == "cpu":
         checks.check(info.op, args, kwargs)
-    outputs = tuple(None if out is None else TensorArg(i, *out) for i, out in enumerate(inferred))
-    inputs = tuple(TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs))
+    outputs = tuple([None if out is None else TensorArg(i, *out) for i, out in enumerate(inferred)])
+    inputs = tuple([TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs)])
     call = Call(info.op, args, kwargs, inputs, outputs)
-    writes = info.writes(args, kwargs)
-    returned = {info.alias_of(out, args, kwargs): out for out in info.returned}
-    decision = choose(call, specs, {index: returned.get(index) for index in writes})
-    return write_plan(info, call, specs, decision, writes, mesh)
+    writes = info.writes(args, kwargs) if info.is_mutable or info.hidden else ()
+    kept = {}
+    if writes:
+        returned = {info.alias_of(out, args, kwargs): out for out in info.returned}
+        kept = {index: returned.get(index) for index in writes}
+    decision = choose(call, specs, kept)
+    return Choice(info, call, decision, writes, mesh, _moves(decision, specs))
+
+
+def _moves(decision: Decision, specs: Sequence[Spec]) -> tuple[tuple[Spec, Spec], ...]:
+    return tuple(
+        [
+            (spec, spec.with_placements(placements))
+            for spec, placements in zip(specs, decision.inputs, strict=True)
+            if placements != spec.placements
+        ]
+    )
 
 
 def plan_gathered(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec], outputs: int) -> Plan:
@@ -243,24 +293,15 @@ class ArgWriter:
         )
 
 
-def write_plan(
-    info: OpInfo,
-    call: Call,
-    specs: list[Spec],
-    decision: Decision,
-    writes: tuple[int, ...],
-    mesh: DeviceMesh,
-) -> Plan:
+def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
+    """The plan for tensors of ``specs``, for which ``choice`` was made."""
+    info, call, decision, writes, mesh = choice.info, choice.call, choice.decision, choice.writes, choice.mesh
     builder = Builder(mesh, len(specs), info.count_numbers(call.args, call.kwargs))
-    slots: list[int] = []
-    moves = []
-    for index, (spec, placements) in enumerate(zip(specs, decision.inputs, strict=True)):
-        if placements == spec.placements:
-            slots.append(index)
-        else:
-            target = spec.with_placements(placements)
-            moves.append((spec, target))
-            slots.append(builder.reshard(index, spec, target))
+    slots = list(range(len(specs)))
+    if choice.moves:
+        for index, (spec, placements) in enumerate(zip(specs, decision.inputs, strict=True)):
+            if placements != spec.placements:
+                slots[index] = builder.reshard(index, spec, spec.with_placements(placements))
     outs = write_op(builder, info, call, decision, slots, info.physical or info.name)
     for index in writes:
         if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
@@ -284,7 +325,7 @@ def write_plan(
         detached,
         writes,
         decision,
-        tuple(moves),
+        choice.moves,
         mesh,
         call,
         nbytes=nbytes // max(len(mesh.device_ids), 1),
