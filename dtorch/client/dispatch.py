@@ -14,6 +14,7 @@ import torch
 from torch import get_default_dtype
 
 from ..errors import DTorchError, MeshMismatch
+from ..mesh import DeviceMesh
 from ..sharding import shapes
 from ..sharding.plan import Choice, Plan, decide, plan_gathered, write_plan
 from ..sharding.schema import OpInfo
@@ -154,15 +155,21 @@ def collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[An
 
 def place_and_call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call in which some tensor is uncommitted or plain: on the client if none is placed, else place them first."""
-    mesh = None
-    for tensor in tensors_in((args, kwargs)):
-        if type(tensor) is Tensor and tensor._spec is not None:
-            mesh = tensor._spec.mesh
-            break
+    mesh = mesh_of(args, kwargs)
     if mesh is None:
         return host.run(info, args, kwargs)
     args, kwargs = host.place(info, args, kwargs, mesh)
     return call(info, args, kwargs)
+
+
+def mesh_of(args: Any, kwargs: dict[str, Any]) -> DeviceMesh | None:
+    """The mesh of the first tensor that is placed, or is a view of one that has been."""
+    for tensor in tensors_in((args, kwargs)):
+        if type(tensor) is Tensor:
+            placed = tensor if tensor._spec is not None else tensor._host.root.joined
+            if placed is not None:
+                return placed._spec.mesh
+    return None
 
 
 def make_plan(

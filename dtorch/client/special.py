@@ -40,6 +40,14 @@ def handler_for(info: Any) -> Handler | None:
 
 
 def decompose(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the ops that it is made of. Some decompositions are Python (stft) and compare ``.device``s, so plain tensors are placed first."""
+    from .dispatch import mesh_of, tensors_in
+
+    if any(type(t) is not Tensor for t in tensors_in((args, kwargs))):
+        mesh = mesh_of(args, kwargs)
+        if mesh is None:
+            return host.run(info, args, kwargs)
+        args, kwargs = host.place(info, args, kwargs, mesh)
     return info.op.decompose(*args, **kwargs)
 
 

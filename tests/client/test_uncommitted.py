@@ -337,3 +337,24 @@ def test_results_of_plain_tensors_go_to_placed_destinations(layout: str) -> None
 
 def test_layouts_cover_what_the_promise_says() -> None:
     assert {"first", "last", "replicated", "partial", "uneven", "grid"} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kinds", ["placed plain", "plain placed", "placed uncommitted", "plain uncommitted"])
+def test_composites_that_compare_devices_take_any_mix(engine: str, mode, kinds: str) -> None:
+    """Under inference_mode they arrive whole, and their Python decompositions look at ``.device``."""
+    mesh = dtorch.DeviceMesh("cpu", [0, 1])
+    placed = dtorch.ones(3, device_mesh=mesh)
+    make = {
+        "placed": lambda t: dtorch.distribute_tensor(t, mesh, [dtorch.Shard(0)]),
+        "plain": lambda t: t,
+        "uncommitted": lambda t: torch.tensor(t.tolist(), device=placed.device),
+    }
+    signal, window = torch.rand(20), torch.rand(8)
+    first, second = kinds.split()
+    with mode():
+        spectrum = torch.stft(make[first](signal), 8, window=make[second](window), return_complex=True)
+        expected = torch.stft(signal, 8, window=window, return_complex=True)
+        assert torch.allclose(spectrum.to_torch(), expected)
+        again = torch.istft(spectrum, 8, window=make[second](window), length=20)
+        assert torch.allclose(again.to_torch(), torch.istft(expected, 8, window=window, length=20))
