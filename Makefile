@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_step.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

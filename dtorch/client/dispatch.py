@@ -16,7 +16,8 @@ from torch import get_default_dtype
 from ..errors import DTorchError, MeshMismatch
 from ..mesh import DeviceMesh
 from ..sharding import shapes
-from ..sharding.plan import Choice, Plan, decide, plan_gathered, write_plan
+from ..sharding.forms import form_of, resized, serves_its_form
+from ..sharding.plan import Choice, Plan, decide, describe, plan_gathered, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
@@ -48,6 +49,8 @@ class CallInfo(OpInfo):
 _INFOS: dict[int, CallInfo] = {}
 #: A `Choice` where something moves first: with kept copies its own program is never run.
 _PLANS: OrderedDict[tuple, Plan | Choice] = OrderedDict()
+#: Plans that serve whatever has their form, by that.
+_FORMS: OrderedDict[tuple, Plan] = OrderedDict()
 
 #: Called with the arguments of `tell` before an op moves its inputs.
 before_moves: list[Any] = []
@@ -66,6 +69,13 @@ def info_of(op: Any) -> CallInfo:
 def forget_plans() -> None:
     """A cluster ended, so its programs are gone; or what ops give has changed."""
     _PLANS.clear()
+    _FORMS.clear()
+
+
+def _remember(plans: OrderedDict[tuple, Any], key: tuple, plan: Plan | Choice) -> None:
+    plans[key] = plan
+    if len(plans) > PLANS_KEPT:
+        plans.popitem(last=False)
 
 
 class _Slow(Exception):
@@ -127,9 +137,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
             plan = make_plan(info, args, kwargs, tensors, controller, choice)
         except shapes.DataDependent:
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
-        _PLANS[cached] = plan
-        if len(_PLANS) > PLANS_KEPT:
-            _PLANS.popitem(last=False)
+        _remember(_PLANS, cached, plan)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
@@ -185,15 +193,27 @@ def make_plan(
         if tensor._value.id < controller.floor:
             raise controller.foreign()
     specs = [t._spec for t in tensors]
+    form = None
     if choice is None:
         try:
-            choice = decide(info, *with_metas(args, kwargs), specs)
+            described = describe(info, *with_metas(args, kwargs), specs)
         except MeshMismatch as error:
             raise lines.with_line(error) from None
+        if info.by_form:
+            form = form_of(info, described, specs)
+            served = _FORMS.get(form)
+            if served is not None:
+                return resized(info, served, described)
+        choice = decide(info, described, specs)
     else:
         choice = choice.at(specs)
     controller.mesh(choice.mesh)
-    return choice if choice.moves and choice.makes_fresh else written_plan(choice, specs, controller)
+    if choice.moves and choice.makes_fresh:
+        return choice
+    plan = written_plan(choice, specs, controller)
+    if form is not None and serves_its_form(plan):
+        _remember(_FORMS, form, plan)
+    return plan
 
 
 def written_plan(choice: Choice, specs: list[Spec], controller: Controller) -> Plan:

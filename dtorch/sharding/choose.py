@@ -38,6 +38,7 @@ class Decision:
         gathered: a sharded or pending input had to be made whole because no rule allowed anything else.
         keep_failed: the placements to keep cannot be kept; this decision is what is best without keeping them.
         local_shapes: arguments that hold a shape, each with the output whose local shape replaces it.
+        free: nothing moves, no other placements were weighed, and the sizes of shards were not asked for unless the rule is `by_shards`.
     """
 
     inputs: tuple[PlacementList, ...]
@@ -47,6 +48,7 @@ class Decision:
     gathered: bool = False
     keep_failed: bool = False
     local_shapes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    free: bool = False
 
 
 def choose(call: Call, specs: Sequence[Spec], keep: Collection[int] = ()) -> Decision:
@@ -65,9 +67,8 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     if all(spec.replicated for spec in specs):
         whole = replicated(mesh)
         shapes = _present(call, entry) if entry is not None else {}
-        return Decision(
-            (whole,) * len(specs), tuple(None if o is None else whole for o in call.outputs), local_shapes=shapes
-        )
+        outs = tuple([None if o is None else whole for o in call.outputs])
+        return Decision((whole,) * len(specs), outs, local_shapes=shapes, free=True)
     if entry is None:
         return _whole(call, specs, keep, {})
     found = list(entry.rule(call))
@@ -78,7 +79,7 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     inputs = [[REPLICATE] * len(mesh.shape) for _ in specs]
     outputs = [[REPLICATE] * len(mesh.shape) for _ in call.outputs]
     local = finish = None
-    gathered = False
+    gathered, free = False, True
     # The indices of a list op are often alike, and specs are interned.
     solved: dict[tuple, list[Strategy] | None] = {}
     for problem in problems:
@@ -96,9 +97,11 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
                 inputs[i][axis] = placement
             for o, placement in zip(problem.outputs, strategy.outputs, strict=True):
                 outputs[o][axis] = placement
+            free = free and (entry.by_shards or not (strategy.even or strategy.nonempty))
             local = local or strategy.local
             finish = finish or strategy.finish
         gathered = gathered or problem.gathered
+        free = free and problem.free
     if keep and len(problems) > 1 and any(PlacementList(inputs[i]) != specs[i].placements for i in keep):
         return dataclasses.replace(_choose(call, specs, {}), keep_failed=True)
     return Decision(
@@ -109,6 +112,7 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
         gathered,
         False,
         _present(call, entry),
+        free,
     )
 
 
@@ -151,7 +155,18 @@ def _whole(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None], sh
 class _Problem:
     """The choice for one set of tensors that are placed together: a whole call, or one index of a list op."""
 
-    __slots__ = ("inputs", "outputs", "strategies", "keep", "specs", "call", "mesh_shape", "gathered", "attempts")
+    __slots__ = (
+        "inputs",
+        "outputs",
+        "strategies",
+        "keep",
+        "specs",
+        "call",
+        "mesh_shape",
+        "gathered",
+        "free",
+        "attempts",
+    )
 
     def __init__(
         self,
@@ -170,7 +185,7 @@ class _Problem:
         self.strategies = strategies
         self.keep = keep
         self.mesh_shape = specs[0].mesh.shape
-        self.gathered = False
+        self.gathered = self.free = False
         self.attempts = ATTEMPTS
 
     @staticmethod
@@ -196,6 +211,7 @@ class _Problem:
         )
         free = self._free(nothing)
         if free is not None:
+            self.free = True
             return free
         choices = []
         for axis in range(len(self.mesh_shape)):

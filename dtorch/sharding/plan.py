@@ -79,6 +79,8 @@ class Plan:
     call: Call | None = None
     program_id: int = 0
     nbytes: int = 0
+    #: Shapes of tensors are among the operands.
+    names_shapes: bool = False
     #: One fresh result, nothing written, nothing moved.
     is_simple: bool = dataclasses.field(init=False)
 
@@ -113,6 +115,11 @@ class Builder:
         if found is None:
             found = self._shapes[shape] = self.operand(list(shape))
         return found
+
+    @property
+    def names_shapes(self) -> bool:
+        """Whether shapes of tensors are among the operands."""
+        return bool(self._shapes)
 
     def reshard(self, source: int, spec: Spec, target: Spec) -> int:
         """Bring the value in slot ``source`` from ``spec`` to ``target``; the slot of the result."""
@@ -155,12 +162,12 @@ def order_or_none(spec: Spec) -> list[int] | None:
 
 
 def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Plan:
-    """The plan of one op: `decide`, then `write_plan`."""
-    return write_plan(decide(info, args, kwargs, specs), specs)
+    """The plan of one op: `describe` the call, `decide` where it runs, `write_plan`."""
+    return write_plan(decide(info, describe(info, args, kwargs, specs), specs), specs)
 
 
-def decide(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Choice:
-    """Where one op will run.
+def describe(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Call:
+    """The call of an op, with what it gives.
 
     Args:
         args, kwargs: the call's arguments, with a `TensorArg` for every tensor, numbered in order.
@@ -177,14 +184,14 @@ def decide(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: l
         checks.check(info.op, args, kwargs)
     outputs = tuple([None if out is None else TensorArg(i, *out) for i, out in enumerate(inferred)])
     inputs = tuple([TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs)])
-    call = Call(info.op, args, kwargs, inputs, outputs)
-    writes = info.writes(args, kwargs) if info.is_mutable or info.hidden else ()
-    kept = {}
-    if writes:
-        returned = {info.alias_of(out, args, kwargs): out for out in info.returned}
-        kept = {index: returned.get(index) for index in writes}
-    decision = choose(call, specs, kept)
-    return Choice(info, call, decision, writes, mesh, _moves(decision, specs))
+    return Call(info.op, args, kwargs, inputs, outputs)
+
+
+def decide(info: OpInfo, call: Call, specs: list[Spec]) -> Choice:
+    """Where an op will run."""
+    writes = info.writes(call.args, call.kwargs)
+    decision = choose(call, specs, writes)
+    return Choice(info, call, decision, writes, specs[0].mesh, _moves(decision, specs))
 
 
 def _moves(decision: Decision, specs: Sequence[Spec]) -> tuple[tuple[Spec, Spec], ...]:
@@ -315,7 +322,6 @@ def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
     detached = info.physical is not None or any(
         a is not None and slots[a] != a for i, a in enumerate(aliases) if i not in returned
     )
-    nbytes = sum(spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned)
     return Plan(
         builder.program(info.name, kept),
         builder.operands,
@@ -328,8 +334,16 @@ def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
         choice.moves,
         mesh,
         call,
-        nbytes=nbytes // max(len(mesh.device_ids), 1),
+        nbytes=fresh_bytes(info, outputs, mesh),
+        names_shapes=builder.names_shapes,
     )
+
+
+def fresh_bytes(info: OpInfo, outputs: tuple[Spec | None, ...], mesh: DeviceMesh) -> int:
+    """What a device allocates for the results, about."""
+    returned = info.returned_inputs
+    nbytes = sum([spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned])
+    return nbytes // max(len(mesh.device_ids), 1)
 
 
 def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int], name: str) -> list[int]:

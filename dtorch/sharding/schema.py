@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .rules import STATIC_NUMBERS
+from .rules import STATIC_NUMBERS, rule_for
 from .strategy import TensorArg
 
 aten = torch.ops.aten
@@ -75,6 +75,9 @@ class OpInfo:
         self.return_aliases = tuple(_alias(r, self.arguments) for r in returns)
         if op in HIDDEN_VIEWS:
             self.return_aliases = (self.by_name[HIDDEN_VIEWS[op]],)
+        rule = rule_for(op)
+        self.by_form = rule is not None and rule.by_form
+        self.by_shards = rule is not None and rule.by_shards
         self.local = ALWAYS_LOCAL.get(op)
         self.physical = LAZY_VIEWS.get(op)
         #: Outputs that are the written input itself, as an in-place op returns it: output index -> argument.

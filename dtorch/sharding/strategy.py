@@ -117,24 +117,30 @@ Rule = Callable[[Call], Iterable[Strategy] | Iterable[Group]]
 class RuleEntry:
     """A rule and how the op's own arguments become local.
 
-    ``local_shapes`` names the arguments that hold a shape, each with the output whose local shape replaces it.
+    ``local_shapes`` names the arguments that hold a shape, each with the output whose local shape replaces it. ``by_form``: of the
+    tensors' sizes the rule asks only which are equal, 0 or 1, see `dtorch.sharding.forms`; ``by_shards``: and those of dims that a
+    strategy shards, as ``even`` and ``nonempty`` do.
     """
 
     rule: Rule
     local_shapes: dict[str, int]
+    by_form: bool = False
+    by_shards: bool = False
 
 
 RULES: dict[Any, RuleEntry] = {}
 
 
-def rule(*ops: Any, local_shapes: dict[str, int] | None = None) -> Callable[[Rule], Rule]:
-    """Register a rule for ``ops`` (OpOverloads); a second rule for one op is an error."""
+def rule(
+    *ops: Any, local_shapes: dict[str, int] | None = None, by_form: bool = False, by_shards: bool = False
+) -> Callable[[Rule], Rule]:
+    """Register a rule for ``ops`` (OpOverloads), as `RuleEntry` describes; a second rule for one op is an error."""
 
     def register(function: Rule) -> Rule:
         for op in ops:
             if op in RULES:
                 raise ValueError(f"{op} has a rule already")
-            RULES[op] = RuleEntry(function, local_shapes or {})
+            RULES[op] = RuleEntry(function, local_shapes or {}, by_form or by_shards, by_shards)
         return function
 
     return register

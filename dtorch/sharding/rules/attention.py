@@ -27,7 +27,7 @@ def _heads_even(call: Call) -> int | None:
     return None if q.shape[1] == k.shape[1] else k.shape[1]
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default, by_shards=True)
 def attention(call: Call) -> list[Strategy]:
     found = []
     for d in (0, 1):
@@ -40,7 +40,7 @@ def attention(call: Call) -> list[Strategy]:
     return found
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, by_shards=True)
 def attention_backward(call: Call) -> list[Strategy]:
     found = []
     for d in (0, 1):

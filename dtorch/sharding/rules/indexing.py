@@ -120,7 +120,7 @@ def take(call: Call) -> list[Strategy]:
     return [*[Strategy((R, shard(d)), (shard(d),)) for d in range(index.ndim)], Strategy((P, R), (P,))]
 
 
-@rule(aten.embedding.default)
+@rule(aten.embedding.default, by_form=True)
 def embedding(call: Call) -> list[Strategy]:
     """A device that holds some rows gives zeros for the others' indices."""
     indices = call.inputs[1]
@@ -222,7 +222,7 @@ def _masked_put(x: TensorArg, values: TensorArg, how: _Indexed) -> list[Strategy
     return found
 
 
-@rule(aten.cat.default)
+@rule(aten.cat.default, by_form=True)
 def cat(call: Call) -> list[Strategy]:
     out = call.outputs[0]
     assert out is not None
@@ -244,7 +244,7 @@ def cat(call: Call) -> list[Strategy]:
     return found
 
 
-@rule(aten.stack.default)
+@rule(aten.stack.default, by_form=True)
 def stack(call: Call) -> list[Strategy]:
     ndim = call.inputs[0].ndim
     dim = call.get("dim") % (ndim + 1)

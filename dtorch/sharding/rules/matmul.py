@@ -41,51 +41,51 @@ BATCHED = [
 MATRIX_VECTOR = [(shard(0), R, shard(0)), (shard(1), shard(0), P)]
 
 
-@rule(aten.mm.default)
+@rule(aten.mm.default, by_form=True)
 def mm(call: Call) -> list[Strategy]:
     return _product(call, None, MATRIX)
 
 
-@rule(aten.addmm.default, aten.addmm_.default)
+@rule(aten.addmm.default, aten.addmm_.default, by_form=True)
 def addmm(call: Call) -> list[Strategy]:
     return _product(call, call.inputs[0], MATRIX)
 
 
-@rule(aten.bmm.default)
+@rule(aten.bmm.default, by_form=True)
 def bmm(call: Call) -> list[Strategy]:
     return _product(call, None, BATCHED)
 
 
-@rule(aten.baddbmm.default, aten.baddbmm_.default)
+@rule(aten.baddbmm.default, aten.baddbmm_.default, by_form=True)
 def baddbmm(call: Call) -> list[Strategy]:
     return _product(call, call.inputs[0], BATCHED)
 
 
-@rule(aten.mv.default)
+@rule(aten.mv.default, by_form=True)
 def mv(call: Call) -> list[Strategy]:
     return _product(call, None, MATRIX_VECTOR)
 
 
-@rule(aten.addmv.default, aten.addmv_.default)
+@rule(aten.addmv.default, aten.addmv_.default, by_shards=True)
 def addmv(call: Call) -> list[Strategy]:
     """With no rows, torch 2.13 returns the bias unbroadcast."""
     return [dataclasses.replace(s, nonempty=True) for s in _product(call, call.inputs[0], MATRIX_VECTOR)]
 
 
-@rule(aten.dot.default, aten.vdot.default)
+@rule(aten.dot.default, aten.vdot.default, by_form=True)
 def dot(call: Call) -> list[Strategy]:
     if call.inputs[0].dtype.itemsize < 4:
         return []  # torch rounds the sum once; pending addends would each be rounded, for one number
     return _product(call, None, [(shard(0), shard(0), P)])
 
 
-@rule(aten.addr.default, aten.addr_.default)
+@rule(aten.addr.default, aten.addr_.default, by_form=True)
 def addr(call: Call) -> list[Strategy]:
     """``bias + outer(a, b)``."""
     return _product(call, call.inputs[0], [(shard(0), R, shard(0)), (R, shard(0), shard(1))])
 
 
-@rule(aten.addbmm.default, aten.addbmm_.default)
+@rule(aten.addbmm.default, aten.addbmm_.default, by_form=True)
 def addbmm(call: Call) -> list[Strategy]:
     """``bias + sum over the batch of a @ b``."""
     triples = [
@@ -97,7 +97,7 @@ def addbmm(call: Call) -> list[Strategy]:
     return _product(call, call.inputs[0], triples)
 
 
-@rule(aten.linear.default)
+@rule(aten.linear.default, by_form=True)
 def linear(call: Call) -> list[Strategy]:
     """(input [..., K], weight [N, K], bias [N]), as inference mode hands it over."""
     x, weight = call.inputs[:2]

@@ -13,13 +13,13 @@ aten = torch.ops.aten
 R, P = REPLICATE, PARTIAL
 
 
-@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
+@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default, by_form=True)
 def softmax(call: Call) -> list[Strategy]:
     ndim = call.inputs[0].ndim
     return [everywhere(shard(d), call) for d in range(ndim) if d != call.get("dim") % ndim]
 
 
-@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, by_form=True)
 def softmax_backward(call: Call) -> list[Strategy]:
     return softmax(call)
 
@@ -28,13 +28,19 @@ def _batch_dims(call: Call) -> range:
     return range(call.get("input").ndim - len(call.get("normalized_shape")))
 
 
-@rule(aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.rms_norm.default, aten.layer_norm.default)
+@rule(
+    aten.native_layer_norm.default,
+    aten._fused_rms_norm.default,
+    aten.rms_norm.default,
+    aten.layer_norm.default,
+    by_form=True,
+)
 def layer_norm(call: Call) -> list[Strategy]:
     count = len(call.outputs)
     return [named(call, (shard(d),) * count, input=shard(d)) for d in _batch_dims(call)]
 
 
-@rule(aten.native_layer_norm_backward.default)
+@rule(aten.native_layer_norm_backward.default, by_form=True)
 def layer_norm_backward(call: Call) -> list[Strategy]:
     return [named(call, (s, P, P), grad_out=s, input=s, mean=s, rstd=s) for s in map(shard, _batch_dims(call))]
 

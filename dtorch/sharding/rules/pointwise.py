@@ -43,7 +43,7 @@ def pointwise(call: Call) -> list[Strategy]:
     return shards(call)
 
 
-ENTRY = RuleEntry(pointwise, {})
+ENTRY = RuleEntry(pointwise, {}, by_form=True)
 
 
 def keeps_sums(call: Call, pending: tuple[int, ...]) -> bool:
@@ -89,20 +89,21 @@ rule(
     aten._to_copy.default,
     aten.deg2rad.default,
     aten.zero_.default,
+    by_form=True,
 )(additive(0))
-rule(aten.where.self)(additive(1, 2))
-rule(aten.lerp.Scalar, aten.lerp_.Scalar)(additive(0, 1, scale="weight"))
+rule(aten.where.self, by_form=True)(additive(1, 2))
+rule(aten.lerp.Scalar, aten.lerp_.Scalar, by_form=True)(additive(0, 1, scale="weight"))
 #: A number as the second argument is added once, not once a device: only two tensors keep sums pending.
-rule(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)(additive(0, 1, scale="alpha"))
+rule(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, by_form=True)(additive(0, 1, scale="alpha"))
 
 
-@rule(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar)
+@rule(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar, by_form=True)
 def mul(call: Call) -> list[Strategy]:
     """By a number no larger than 1, sums stay pending."""
     return _scaled(call, len(call.inputs) == 1 and not enlarges(call.get("other")))
 
 
-@rule(aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tensor, aten.div.Scalar, aten.div_.Scalar)
+@rule(aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tensor, aten.div.Scalar, aten.div_.Scalar, by_form=True)
 def div(call: Call) -> list[Strategy]:
     """By a number larger than 1, sums stay pending."""
     return _scaled(call, len(call.inputs) == 1 and enlarges(call.get("other")))
@@ -115,7 +116,7 @@ def _scaled(call: Call, passes: bool) -> list[Strategy]:
     return found
 
 
-@rule(aten.copy_.default, aten.copy.default)
+@rule(aten.copy_.default, aten.copy.default, by_form=True)
 def copy(call: Call) -> list[Strategy]:
     """The destination's old values do not matter, its placements do."""
     found = shards(call)
@@ -131,8 +132,9 @@ rule(
     aten.hardsigmoid_backward.default,
     aten.hardshrink_backward.default,
     aten.softshrink_backward.default,
+    by_form=True,
 )(additive(0))
-rule(aten.leaky_relu_backward.default)(additive(0, scale="negative_slope"))
+rule(aten.leaky_relu_backward.default, by_form=True)(additive(0, scale="negative_slope"))
 
 #: Pointwise ops that torch does not tag.
 rule(
@@ -181,10 +183,11 @@ rule(
     aten.complex.default,
     aten.polar.default,
     aten.xlogy_.Scalar_Other,
+    by_form=True,
 )(pointwise)
 
 
-@rule(aten.log_sigmoid_forward.default)
+@rule(aten.log_sigmoid_forward.default, by_form=True)
 def log_sigmoid(call: Call) -> list[Strategy]:
     """The buffer has the input's shape on CPU and none on CUDA; then it is replicated (empty everywhere)."""
     ndim = call.inputs[0].ndim
@@ -192,7 +195,7 @@ def log_sigmoid(call: Call) -> list[Strategy]:
     return [Strategy((shard(d),), (shard(d), shard(d) if same else REPLICATE)) for d in range(ndim)]
 
 
-@rule(aten.log_sigmoid_backward.default)
+@rule(aten.log_sigmoid_backward.default, by_form=True)
 def log_sigmoid_backward(call: Call) -> list[Strategy]:
     """(grad, self, buffer); see `log_sigmoid` for the buffer."""
     grad, _, buffer = call.inputs
@@ -200,7 +203,7 @@ def log_sigmoid_backward(call: Call) -> list[Strategy]:
     return [Strategy((shard(d), shard(d), shard(d) if same else REPLICATE), (shard(d),)) for d in range(grad.ndim)]
 
 
-@rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
+@rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor, by_form=True)
 def lookup(call: Call) -> list[Strategy]:
     """Pointwise in the first tensor; the second is a table."""
     return [Strategy((shard(d), REPLICATE), (shard(d),)) for d in range(call.inputs[0].ndim)]

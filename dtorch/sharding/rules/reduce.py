@@ -52,7 +52,7 @@ def reduction(
     return found
 
 
-@rule(aten.sum.default, aten.sum.dim_IntList)
+@rule(aten.sum.default, aten.sum.dim_IntList, by_form=True)
 def sum_(call: Call) -> list[Strategy]:
     found = reduction(call, PARTIAL)
     if keeps_sums(call, (0,)):
@@ -60,17 +60,17 @@ def sum_(call: Call) -> list[Strategy]:
     return found
 
 
-@rule(aten.nansum.default)
+@rule(aten.nansum.default, by_form=True)
 def nansum(call: Call) -> list[Strategy]:
     return reduction(call, PARTIAL)
 
 
-@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, by_form=True)
 def count_nonzero(call: Call) -> list[Strategy]:
     return reduction(call, PARTIAL)
 
 
-@rule(aten.mean.default, aten.mean.dim)
+@rule(aten.mean.default, aten.mean.dim, by_form=True)
 def mean(call: Call) -> list[Strategy]:
     """Parts differ in size, so each device divides its sum by the count of the whole."""
     found = reduction(call, PARTIAL, local="dtorch.mean")
@@ -79,12 +79,12 @@ def mean(call: Call) -> list[Strategy]:
     return found
 
 
-@rule(aten.amax.default, aten.max.default)
+@rule(aten.amax.default, aten.max.default, by_form=True)
 def amax(call: Call) -> list[Strategy]:
     return reduction(call, _ordered(call, "max"), local="dtorch.amax")
 
 
-@rule(aten.amin.default, aten.min.default)
+@rule(aten.amin.default, aten.min.default, by_form=True)
 def amin(call: Call) -> list[Strategy]:
     return reduction(call, _ordered(call, "min"), local="dtorch.amin")
 
@@ -94,17 +94,17 @@ def _ordered(call: Call, which: str) -> Placement | None:
     return None if call.inputs[0].dtype == torch.bool or 0 in call.inputs[0].shape else partial(which)
 
 
-@rule(aten.all.default, aten.all.dim, aten.all.dims)
+@rule(aten.all.default, aten.all.dim, aten.all.dims, by_form=True)
 def all_(call: Call) -> list[Strategy]:
     return reduction(call, partial("and") if call.outputs[0].dtype == torch.bool else None)  # type: ignore[union-attr]
 
 
-@rule(aten.any.default, aten.any.dim, aten.any.dims)
+@rule(aten.any.default, aten.any.dim, aten.any.dims, by_form=True)
 def any_(call: Call) -> list[Strategy]:
     return reduction(call, partial("or") if call.outputs[0].dtype == torch.bool else None)  # type: ignore[union-attr]
 
 
-@rule(aten.prod.default, aten.prod.dim_int)
+@rule(aten.prod.default, aten.prod.dim_int, by_form=True)
 def prod(call: Call) -> list[Strategy]:
     """Products of floats in another order overflow elsewhere: 1e30 * 1e-30 * 1e30 is not 1e30 * 1e30 * 1e-30."""
     exact = not (call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex)  # type: ignore[union-attr]
@@ -120,18 +120,19 @@ def prod(call: Call) -> list[Strategy]:
     aten.nanmedian.dim,
     aten.mode.default,
     aten.kthvalue.default,
+    by_form=True,
 )
 def kept_only(call: Call) -> list[Strategy]:
     """Over a sharded dim these need more than one number of each device, or its position."""
     return reduction(call, None)
 
 
-@rule(aten.argmax.default, aten.argmin.default)
+@rule(aten.argmax.default, aten.argmin.default, by_form=True)
 def argmax(call: Call) -> list[Strategy]:
     return reduction(call, None)
 
 
-@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, by_shards=True)
 def variance(call: Call) -> list[Strategy]:
     """Sums of squares would cancel, so not over a sharded dim; and an empty part would print a warning about its degrees of freedom."""
     return [dataclasses.replace(s, nonempty=True) for s in reduction(call, None)]
@@ -152,6 +153,7 @@ def norm_parts(order: float | None, prefix: str = "") -> tuple[str, str, str | N
     aten.norm.ScalarOpt_dim,
     aten.norm.ScalarOpt_dtype,
     aten.norm.ScalarOpt_dim_dtype,
+    by_form=True,
 )
 def norm(call: Call) -> list[Strategy]:
     name = "ord" if call.op is aten.linalg_vector_norm.default else "p"

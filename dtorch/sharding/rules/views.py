@@ -44,10 +44,11 @@ rule(
     aten.resolve_neg.default,
     aten.view_as_real.default,
     aten.contiguous.default,
+    by_form=True,
 )(_same)
 
 
-@rule(aten.view_as_complex.default)
+@rule(aten.view_as_complex.default, by_form=True)
 def view_as_complex(call: Call) -> list[Strategy]:
     return follow(call, [(d, d) for d in range(call.inputs[0].ndim - 1)])
 
@@ -125,18 +126,18 @@ def expand(call: Call) -> list[Strategy]:
     return follow(call, [(d, d + new) for d in range(len(shape)) if shape[d] == out[d + new]])
 
 
-@rule(aten.permute.default)
+@rule(aten.permute.default, by_form=True)
 def permute(call: Call) -> list[Strategy]:
     ndim = call.inputs[0].ndim
     return follow(call, [(d % ndim, o) for o, d in enumerate(call.get("dims"))])
 
 
-@rule(aten.transpose.int)
+@rule(aten.transpose.int, by_form=True)
 def transpose(call: Call) -> list[Strategy]:
     return _swapped(call, call.get("dim0"), call.get("dim1"))
 
 
-@rule(aten.t.default, aten.numpy_T.default)
+@rule(aten.t.default, aten.numpy_T.default, by_form=True)
 def t(call: Call) -> list[Strategy]:
     ndim = call.inputs[0].ndim
     return follow(call, [(d, ndim - 1 - d) for d in range(ndim)])
@@ -150,7 +151,7 @@ def _swapped(call: Call, first: int, second: int) -> list[Strategy]:
     return follow(call, [(d, o) for o, d in enumerate(order)])
 
 
-@rule(aten.unsqueeze.default)
+@rule(aten.unsqueeze.default, by_form=True)
 def unsqueeze(call: Call) -> list[Strategy]:
     ndim = call.inputs[0].ndim
     new = call.get("dim") % (ndim + 1)
@@ -250,7 +251,7 @@ def repeat_interleave(call: Call) -> list[Strategy]:
     return [] if dim is None else others(call, dim)
 
 
-@rule(aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_.default)
+@rule(aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_.default, by_form=True)
 def triangle(call: Call) -> list[Strategy]:
     return others(call, -1, -2)
 
