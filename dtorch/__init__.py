@@ -67,6 +67,7 @@ from .legacy import typed as _typed  # noqa: E402
 from .mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from .nn import distribute_module, summary  # noqa: E402
 from .observe.implicit import set_implicit_communication  # noqa: E402
+from .observe.profiling import profile  # noqa: E402
 from .observe.recording import Recording, record  # noqa: E402
 from .placement import Partial, Placement, Replicate, Shard  # noqa: E402
 from .placing import as_tensor, distribute_tensor, from_numpy, from_torch, tensor  # noqa: E402
@@ -124,6 +125,7 @@ __all__ = [
     "ones",
     "ones_like",
     "pipeline",
+    "profile",
     "rand",
     "rand_like",
     "randint",

@@ -58,8 +58,11 @@ IDLE_FLUSH = 0.001
 QUIET = 0.05
 
 
-#: Called with (controller, command, name, sequence) for each command of an op, while somebody looks.
+#: Called with (controller, command, name, sequence) for each command that has a name, while somebody looks.
 observers: list[Any] = []
+
+#: Workers note when they run what: those that start now, too.
+traced = False
 
 #: This process. `os.getpid` is a system call, and every command checks that it is not issued by a forked child.
 _pid = os.getpid()
@@ -260,6 +263,9 @@ class Controller:
             self.flush()
             self.engine.ensure(mesh.device_type, mesh.device_ids)
             self.devices |= {(mesh.device_type, i) for i in mesh.device_ids}
+            if traced:
+                self.issue([protocol.TRACE, 0, "start"])
+                self.flush()
             for number, known in self.meshes.items():  # newcomers missed them
                 self.issue(_mesh_command(number, known))
             for program, body in self.program_bodies:
@@ -320,6 +326,7 @@ class Controller:
                 protocol.GET, token, value.id, mesh_id(mesh), encode(spec.placements), list(spec.shape), dtype_name(spec.dtype),
                 None if landing is None else landing[1],
             ],
+            "read",
         )  # fmt: skip
         return future
 
@@ -341,18 +348,19 @@ class Controller:
 
     def ask_all(self, command: int, *arguments: Any) -> dict[int, Any]:
         """Ask every worker; the replies by device id."""
-        if not self.devices:
-            return {}
-        waiting = Collect(TensorFuture(), len({i for _, i in self.devices}))
-        self._ask(waiting, lambda token: [command, token, *arguments])
-        return self.wait(waiting.future)
+        return self.wait(self.ask_all_async(TensorFuture(), command, *arguments)) if self.devices else {}
 
-    def _ask(self, waiting: Waiting, command: Any) -> None:
+    def ask_all_async(self, future: TensorFuture, command: int, *arguments: Any) -> TensorFuture:
+        """Ask every worker, of which there are some; ``future``, which gets the replies by device id."""
+        self._ask(Collect(future, len({i for _, i in self.devices})), lambda token: [command, token, *arguments])
+        return future
+
+    def _ask(self, waiting: Waiting, command: Any, name: str | None = None) -> None:
         with self.lock:
             token = self.next_token()
             self.waiting[token] = waiting
             try:
-                self.issue(command(token))
+                self.issue(command(token), name)
                 self.flush()
                 self._interval = FIRST_INTERVAL
             except BaseException:
@@ -379,16 +387,13 @@ class Controller:
 
         future = TensorFuture(self._raise_unseen)
         if self.devices:
-            self._ask(Collect(future, len({i for _, i in self.devices})), lambda token: [protocol.SYNC, token])
-        else:
-            future._set()
+            return self.ask_all_async(future, protocol.SYNC)
+        future._set()
         return future
 
     def mark(self) -> TensorFuture:
         """A future that is done when everything issued so far has run, well or not."""
-        future = TensorFuture()
-        self._ask(Collect(future, len({i for _, i in self.devices})), lambda token: [protocol.SYNC, token])
-        return future
+        return self.ask_all_async(TensorFuture(), protocol.SYNC)
 
     # -- events -------------------------------------------------------------------------------------------------------
 

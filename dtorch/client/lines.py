@@ -12,6 +12,9 @@ import torch
 
 Error = TypeVar("Error", bound=Exception)
 
+Where = tuple[CodeType, int]
+"""A code and an instruction in it: a line, looked up when it is wanted."""
+
 #: Instructions that are remembered.
 REMEMBERED = 1 << 16
 
@@ -56,17 +59,25 @@ class History:
     def line(self, sequence: int) -> str:
         """``file:line: text`` of who issued a command lately; empty if no user's code did."""
         _, _, code, instruction = self.entries[sequence % REMEMBERED]
-        return "" if code is None else _text(code, instruction)
+        return text(None if code is None else (code, instruction))
+
+
+def caller() -> Where | None:
+    """The innermost frame outside torch and dtorch that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code not in _internal:
+            if not code.co_filename.startswith(_INTERNAL):
+                return code, frame.f_lasti
+            _internal.add(code)
+        frame = frame.f_back
+    return None
 
 
 def here() -> str:
     """``file:line: text`` of the innermost frame outside torch and dtorch that is running; empty if there is none."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_INTERNAL):
-            return _text(frame.f_code, frame.f_lasti)
-        frame = frame.f_back
-    return ""
+    return text(caller())
 
 
 def with_line(error: Error) -> Error:
@@ -74,10 +85,14 @@ def with_line(error: Error) -> Error:
     return type(error)(f"{error}\n  at {here()}")
 
 
-def _text(code: CodeType, instruction: int) -> str:
+def text(where: Where | None) -> str:
+    """``file:line: text``; empty for nowhere."""
+    if where is None:
+        return ""
+    code, instruction = where
     number = line_number(code, instruction)
-    text = linecache.getline(code.co_filename, number).strip()
-    return f"{code.co_filename}:{number}" + (f": {text}" if text else "")
+    source = linecache.getline(code.co_filename, number).strip()
+    return f"{code.co_filename}:{number}" + (f": {source}" if source else "")
 
 
 def shortened(message: Any) -> str:

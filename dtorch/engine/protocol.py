@@ -36,6 +36,9 @@ SHARDS = 10
 """``[SHARDS, token, value, mesh id]``: every device of the mesh replies with ``[shape, dtype, bytes]`` of what it holds."""
 DEFAULT_DTYPE = 11
 """``[DEFAULT_DTYPE, dtype]``: what ``torch.get_default_dtype`` says from here on, which ops of integers go by."""
+TRACE = 12
+"""``[TRACE, token, what]``: ``"start"`` noting when each command runs (nothing happens where that is on), ``"read"`` what was noted,
+``"stop"``. Every worker replies with what `dtorch.worker.tracing.Tracer.report` gives. It concerns the batches after its own."""
 FIRST_PROGRAM = 16
 """Program ids count up from here."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,42 +52,46 @@ class Communication:
 
 def communication_of(
     program: Program, operands: Sequence[Any], mesh_of: Callable[[int], DeviceMesh], op: str, asked_for: bool, line: str
-) -> Iterator[Communication]:
-    """Each redistribution of one run of ``program`` in which a device receives something."""
-    for instruction in program.body:
-        if type(instruction) is Reshard:
-            yield from _of_reshard(instruction, operands, mesh_of, op, asked_for, line)
-        elif type(instruction) is Rearrange:
-            yield from _of_rearrange(instruction, operands, mesh_of, op, asked_for, line)
-        elif type(instruction) is ShiftStart:
-            mesh, dtype = mesh_of(instruction.mesh), dtype_called(instruction.dtype)
-            most, every = operands[instruction.nbytes.index]
-            axes, nowhere = _named(mesh, instruction.axes), PlacementList()
-            yield Communication(
-                "shift", most, every, axes, (), dtype, nowhere, nowhere, mesh, mesh, op, asked_for, line
-            )
+) -> dict[int, Communication]:
+    """Each redistribution of one run of ``program`` in which a device receives something, by the instruction's index."""
+    found: dict[int, Communication] = {}
+    for index, instruction in enumerate(program.body):
+        of = _OF.get(type(instruction))
+        one = None if of is None else of(instruction, operands, mesh_of, op, asked_for, line)
+        if one is not None:
+            found[index] = one
+    return found
+
+
+def _of_shift(
+    hop: ShiftStart, operands: Sequence[Any], mesh_of: Callable[[int], DeviceMesh], op: str, asked_for: bool, line: str
+) -> Communication:
+    mesh, dtype = mesh_of(hop.mesh), dtype_called(hop.dtype)
+    most, every = operands[hop.nbytes.index]
+    axes, nowhere = _named(mesh, hop.axes), PlacementList()
+    return Communication("shift", most, every, axes, (), dtype, nowhere, nowhere, mesh, mesh, op, asked_for, line)
 
 
 def _of_reshard(
     move: Reshard, operands: Sequence[Any], mesh_of: Callable[[int], DeviceMesh], op: str, asked_for: bool, line: str
-) -> Iterator[Communication]:
+) -> Communication | None:
     mesh, target_mesh = mesh_of(move.source_mesh), mesh_of(move.target_mesh)
     source, target = decode(move.source_placements), decode(move.target_placements)
     shape, dtype = tuple(operands[move.shape.index]), dtype_called(move.dtype)
     where = (mesh, source, target_mesh, target, shape)
     kind = transfer.kind(*where)
     if kind == "local":
-        return
+        return None
     received = transfer.moved_bytes(*where, dtype).values()
     axes = () if kind == "transfer" else _named(mesh, _changed(mesh, source, target))
-    yield Communication(
+    return Communication(
         kind, max(received), sum(received), axes, shape, dtype, source, target, mesh, target_mesh, op, asked_for, line
     )  # fmt: skip
 
 
 def _of_rearrange(
     move: Rearrange, operands: Sequence[Any], mesh_of: Callable[[int], DeviceMesh], op: str, asked_for: bool, line: str
-) -> Iterator[Communication]:
+) -> Communication | None:
     mesh, dtype, given = mesh_of(move.mesh), dtype_called(move.dtype), operands[move.shape.index]
     count = len(Sizes._fields)
     sizes, shape = Sizes(*given[:count]), tuple(given[count:])
@@ -95,16 +99,23 @@ def _of_rearrange(
     parts = rearrange(mesh, move.kind, move.back, placements, move.roles, move.is_causal, sizes, shape, dtype)
     received = [part.received_bytes() for part in parts.values()]
     if not any(received):
-        return
+        return None
     there = _attention_placements(move.roles, placements)
     source, target = (there, placements) if move.back else (placements, there)
     kind = "reduce_scatter" if any(len(part.terms) > 1 for part in parts.values()) else "all_to_all"
     axes = [a for a, (p, r) in enumerate(zip(placements, there, strict=True)) if p != r]
     if move.is_causal:  # a zigzag moves rows along the ring, too
         axes = sorted({*axes, *move.roles.ring})
-    yield Communication(
+    return Communication(
         kind, max(received), sum(received), _named(mesh, axes), shape, dtype, source, target, mesh, mesh, op, asked_for, line
     )  # fmt: skip
+
+
+_OF: dict[type, Callable[..., Communication | None]] = {
+    Reshard: _of_reshard,
+    Rearrange: _of_rearrange,
+    ShiftStart: _of_shift,
+}
 
 
 def _attention_placements(roles: Roles, placements: PlacementList) -> PlacementList:

@@ -1,26 +1,19 @@
-"""`record`: which ops ran, what they communicated, and the user's line for each."""
+"""`record`: which ops ran, how long they took, what they communicated, and the user's line for each."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from ..client import controller as _controller
-from ..client import lines, torch_internals
-from ..engine import protocol
+from ..client import lines
 from ..mesh import DeviceMesh
 from ..placement import PlacementList
-from ..program.ir import Program
-from ..sharding.attention import ASKED_FOR
-from .communication import Communication, communication_of
-
-#: Forward ops whose lines are remembered for their backward.
-REMEMBERED = 1 << 16
+from . import tables
+from .communication import Communication
+from .timing import Issue, Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,70 +41,66 @@ class Recording:
     """What `record` has seen so far. ``ops``, ``communication`` and ``fallbacks`` are lists, in the order of issue."""
 
     def __init__(self) -> None:
-        self.ops: list[OpRun] = []
-        self.communication: list[Communication] = []
         self.fallbacks: list[Fallback] = []
-        self._programs: dict[bytes, Program] = {}  # by their definitions: another cluster numbers them anew
-        self._lines: OrderedDict[int, str] = OrderedDict()
+        self._timing = Timing()
+        self._read = 0
+        self._issues: list[Issue] = []
+        self._nbytes: list[int] = []
+        self._ops: list[OpRun] = []
+        self._communication: list[Communication] = []
 
-    def _issued(self, controller: Any, command: list, name: str, sequence: int) -> None:
-        """Take one command; the caller holds the controller's lock."""
-        number = command[0]
-        if number < protocol.FIRST_PROGRAM:
-            return
-        line = self._line(controller.history.line(sequence))
-        body = controller.program_bodies[number - protocol.FIRST_PROGRAM][1]
-        program = self._programs.get(body)
-        if program is None:
-            program = self._programs[body] = msgspec.msgpack.decode(body, type=Program)
-        meshes = [program.mesh, *sorted(program.meshes() - {program.mesh})]
-        self.ops.append(OpRun(name, line, tuple([controller.meshes[mesh] for mesh in meshes])))
-        operands = command[len(command) - program.operands :]
-        asked_for = name == "redistribute" or program.name in ASKED_FOR
-        self.communication += communication_of(program, operands, controller.meshes.__getitem__, name, asked_for, line)
+    @property
+    def ops(self) -> list[OpRun]:
+        self._catch_up()
+        return self._ops
+
+    @property
+    def communication(self) -> list[Communication]:
+        self._catch_up()
+        return self._communication
+
+    def _catch_up(self) -> None:
+        """Work out what was issued since the last time: while recording there is better to do."""
+        while self._read < len(self._timing.issues):
+            issue = self._timing.issues[self._read]
+            self._read += 1
+            if issue.command is not None:
+                program = issue.program()
+                meshes = [program.mesh, *sorted(program.meshes() - {program.mesh})]
+                self._issues.append(issue)
+                self._ops.append(
+                    OpRun(issue.name, lines.text(issue.where), tuple([issue.controller.meshes[m] for m in meshes]))
+                )
+                moved = issue.communication().values()
+                self._nbytes.append(sum(one.nbytes for one in moved))
+                self._communication += moved
 
     def _gathered(self, name: str, specs: Any) -> None:
         """The op that is issued next is run gathered."""
-        line = self._line(lines.here())
+        line = lines.text(self._timing.forward_line(lines.caller()))
         self.fallbacks.append(Fallback(name, tuple((tuple(s.shape), s.placements) for s in specs), line))
 
-    def _line(self, here: str) -> str:
-        """``here``, or the line of the forward op if a backward op is running; remembers the line of a forward op."""
-        forward = torch_internals.forward_of_backward()
-        if forward is not None:
-            return self._lines.get(forward, here)
-        self._lines[torch_internals.last_autograd_node()] = here
-        if len(self._lines) > REMEMBERED:
-            self._lines.popitem(last=False)
-        return here
-
     def summary(self) -> str:
-        """A table of the communication: how often, what, for which op and line, and the bytes that the busiest device received."""
-        head = ("count", "kind", "axes", "bytes", "", "op", "line")
-        counts: Counter[tuple[str, ...]] = Counter()
-        nbytes: Counter[tuple[str, ...]] = Counter()
-        for one in self.communication:
-            axes = ", ".join(map(str, one.axes)) or "-"
-            key = (one.kind, axes, "asked for" if one.asked_for else "inserted", one.op, one.line)
-            counts[key] += 1
-            nbytes[key] += one.nbytes
-        rows = [
-            (str(count), key[0], key[1], f"{nbytes[key]:,}", *key[2:])
-            for key, count in sorted(counts.items(), key=lambda item: -nbytes[item[0]])
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
-        table.insert(1, "  ".join("-" * width for width in widths))
+        """Two tables: of the ops, with their times, and of the communication, each by the user's line. Waits until it all has run.
+
+        Times are milliseconds. Of the client: of Python, in the calls that the ops came from. Of a worker: the one that took longest for
+        the row, and how much of that went by moving data and waiting for others. Recording itself makes the client take some 1.6 times as
+        long an op; in simulation the workers run within the client's time.
+        """
+        self._catch_up()
         total = sum(one.nbytes for one in self.communication)
         inserted = sum(not one.asked_for for one in self.communication)
-        table.append(
+        told = [
+            *tables.of_ops(self._issues, self._nbytes, self._timing.calls, self._timing.runs()),
+            "",
+            *tables.of_communication(self.communication),
             f"{len(self.ops)} ops; {len(self.communication)} redistributions ({inserted} inserted), {total:,} bytes to the busiest "
-            f"device; {len(self.fallbacks)} ops gathered for lack of a rule"
-        )
-        table += [
+            f"device; {len(self.fallbacks)} ops gathered for lack of a rule",
+        ]
+        told += [
             f"  {name}: {count} times" for name, count in Counter(one.name for one in self.fallbacks).most_common()
         ]
-        return "\n".join(table)
+        return "\n".join(told)
 
     def __repr__(self) -> str:
         return f"<Recording of {len(self.ops)} ops, {len(self.communication)} with communication, {len(self.fallbacks)} gathered>"
@@ -139,9 +128,9 @@ def record() -> Iterator[Recording]:
     """
     recording = Recording()
     ACTIVE.append(recording)
-    _controller.observers.append(recording._issued)
+    recording._timing.start()
     try:
         yield recording
     finally:
+        recording._timing.stop()
         ACTIVE.remove(recording)
-        _controller.observers.remove(recording._issued)

@@ -41,6 +41,7 @@ from .lower import (
 )
 from .poison import Poison
 from .restride import is_certainly_in_order, restride
+from .tracing import Tracer
 
 Value = torch.Tensor | Poison
 Move = Transfer | Shift
@@ -125,6 +126,7 @@ class Executor:
         self._defined: dict[int, _Defined] = {}
         self._peak = 0
         self._next_look = 0.0
+        self._tracer: Tracer | None = None
         self._commands: dict[int, Callable[[list], Any]] = {
             protocol.FREE: self._free,
             protocol.DEFINE: lambda c: self.define(c[1], msgspec.msgpack.decode(c[2], type=Program)),
@@ -138,6 +140,7 @@ class Executor:
             protocol.THREADS: lambda c: torch.set_num_threads(c[1]),
             protocol.SHARDS: self._shards,
             protocol.DEFAULT_DTYPE: lambda c: torch.set_default_dtype(dtype_called(c[1])),
+            protocol.TRACE: self._trace,
         }
 
     def run(self, command: list, sequence: int) -> Steps | None:
@@ -321,6 +324,20 @@ class Executor:
         if command[2]:
             self._peak = live
 
+    def _trace(self, command: list) -> None:
+        """While times are wanted another `run` stands before this one's; else they cost nothing."""
+        _, token, what = command
+        if self._tracer is None and what == "start":
+            self._tracer = Tracer(self.run, self._program_code)
+            self.run = self._tracer.run  # type: ignore[method-assign]
+        self._reply(token, None if self._tracer is None else self._tracer.report())
+        if self._tracer is not None and what == "stop":
+            self._tracer = None
+            del self.run
+
+    def _program_code(self, program_id: int) -> Code | None:
+        return self._defined[program_id].code
+
     def _put(self, command: list) -> None:
         _, value, mesh_id, codes, shape, dtype_name, blob = command
         mesh = self.meshes[mesh_id]
@@ -387,7 +404,7 @@ class Executor:
             self._reply(token, [list(tensor.shape), dtype_name(tensor.dtype), to_bytes(tensor)])
 
 
-_REPLYING = (protocol.GET, protocol.DESCRIBE, protocol.SYNC, protocol.STATS, protocol.SHARDS)
+_REPLYING = (protocol.GET, protocol.DESCRIBE, protocol.SYNC, protocol.STATS, protocol.SHARDS, protocol.TRACE)
 
 
 def mesh_of(command: list) -> DeviceMesh:

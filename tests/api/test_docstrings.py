@@ -38,6 +38,7 @@ MODULES = [
     "nn.summaries",
     "nn.context_parallel",
     "observe.recording",
+    "observe.profiling",
     "observe.implicit",
 ]
 

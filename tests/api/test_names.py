@@ -63,6 +63,7 @@ NAMES = [
     "memory_stats",
     "no_sync",
     "record",
+    "profile",
     "set_implicit_communication",
     "Graph",
     "default_graph",
