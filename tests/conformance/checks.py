@@ -105,6 +105,8 @@ def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
                 and _as_near_the_truth(check, expected, got, written, shape, any("p" in one for one in layout if one))
             ):
                 found = None
+            if found and found[0] == "wrong" and not exact and _is_undetermined(check, expected):
+                found = "skipped", "plain torch's own result is another when the inputs change by one rounding"
             # What comes as a pending sum has been added up, and lost its strides, on its way there.
             as_given = grid.strides and check.strides and variant not in ("partial", "mixed")
             if found is None and as_given and (steps := stride_difference(expected, handles)):
@@ -156,15 +158,20 @@ class _Placer:
 class _PlainPlacer:
     """The same calls on plain tensors."""
 
-    def __init__(self, precision: torch.dtype | None = None, scales: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, precision: torch.dtype | None = None, scales: Mapping[int, torch.Tensor] | None = None, nudge: int = 0
+    ) -> None:
         self.made: list[torch.Tensor] = []
         self.precision = precision
+        self.nudge = nudge
         self.scales = scales or {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.detach().clone()
         if self.precision and copy.is_floating_point():
             copy = copy.to(self.precision)
+        if self.nudge and (copy.is_floating_point() or copy.is_complex()):
+            copy.mul_(1 + self.nudge * torch.finfo(copy.dtype).eps)
         if len(self.made) in self.scales:
             copy.mul_(self.scales[len(self.made)])
         self.made.append(copy)
@@ -232,6 +239,25 @@ def _as_near_the_truth(
     if no_worse(truth, expected, got):
         return True
     return no_worse(truth, expected, got, rounding.allowance(run, list(placed), mesh_shape, pending))
+
+
+def _is_undetermined(check: Check, expected: Any) -> bool:
+    """Whether a gradient is another one if the inputs change by one rounding: singular vectors of complex matrices have a phase that
+    LAPACK picks, and a loss that depends on it has no second derivative.
+
+    Gradients only: what an op itself makes of a value at a jump (floor) it makes of it everywhere.
+    """
+    if check.kind not in ("backward", "gradgrad"):
+        return False
+    for sign in (1, -1):
+        place = _PlainPlacer(nudge=sign)
+        with _seeded():
+            result = check.body(place)
+        # What an in-place call wrote is compared elsewhere: here every argument has changed.
+        found = difference(expected[0], result, exact=False)
+        if found is not None and found[0] == "wrong":
+            return True
+    return False
 
 
 def _bring(adapter: Adapter, result: Any) -> Any:
