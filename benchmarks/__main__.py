@@ -14,7 +14,17 @@ import msgspec
 
 from .measure import Row
 
-NAMES = ("first_print", "eager_add", "receivers", "plan_miss", "worker", "transfer", "pipeline", "two_meshes")
+NAMES = (
+    "first_print",
+    "eager_add",
+    "receivers",
+    "plan_miss",
+    "worker",
+    "transfer",
+    "collectives",
+    "pipeline",
+    "two_meshes",
+)
 RESULTS = Path(__file__).with_name("results.md")
 
 
