@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shutil
-import signal
 import threading
 import time
 import weakref
@@ -20,18 +18,17 @@ from ..worker.comm.arena import create_segment
 from ..worker.comm.control import Control
 from . import zygote
 from .channel import ClientChannel
+from .endings import END_SECONDS, death, end_workers, is_stopped
 from .interface import EventHandler, LostHandler
 from .protocol import READY
 from .staging import Place, Staging
 
 log = logging.getLogger("dtorch")
 
-_TAIL_LINES = 20
 _PATIENCE_SECONDS = 5.0
 #: The zygote is looked at this often even if no poll says so. A precaution: once in 171 kills on a loaded machine the loss was told
 #: after 5 s, when a poll used to end; why is not known.
 _LOOK_SECONDS = 1.0
-_END_SECONDS = 0.4
 
 
 class LocalEngine:
@@ -127,7 +124,7 @@ class LocalEngine:
         if opened is None or "failed" in opened:
             os.close(self._fd)
             parent.stop()
-            raise _death(parent, opened)
+            raise death(parent, opened)
         self._control = Control(self._fd, self._devices)
         self._control.wake_client_at(None)
         self._staging = Staging(self._fd, self._done, self._wait_until)
@@ -255,7 +252,7 @@ class LocalEngine:
             if self._closed:
                 return
             if parent.socket.fileno() in ready:
-                self._lose(_death(parent, parent.receive()))
+                self._lose(death(parent, parent.receive()))
                 return
             if time.monotonic() - looked > _PATIENCE_SECONDS:
                 done = self._done() if self._running else 0
@@ -280,7 +277,7 @@ class LocalEngine:
 
     def unresponsive(self) -> list[int]:
         """The devices whose workers are stopped (SIGSTOP, a debugger): not dead, but nothing will come from them."""
-        return [device for device in self._running if _stopped(self.pids[device])]
+        return [device for device in self._running if is_stopped(self.pids[device])]
 
     def workers(self) -> dict[int, tuple[int, int, str]]:
         running = self._running
@@ -320,7 +317,7 @@ class LocalEngine:
             if self._unusable is None:
                 self._unusable = DTorchError("the cluster was shut down")
             # Whoever sends or starts workers sees that the engine is unusable, and lets go.
-            locked = self._lock.acquire(timeout=_END_SECONDS)
+            locked = self._lock.acquire(timeout=END_SECONDS)
             try:
                 if self._zygote is not None:
                     self._end(self._zygote)
@@ -331,8 +328,8 @@ class LocalEngine:
     def _end(self, parent: zygote.Zygote) -> None:
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
-            self._thread.join(_END_SECONDS)
-        if _ended(parent):
+            self._thread.join(END_SECONDS)
+        if end_workers(parent):
             zygote.give_back(parent)
         else:
             parent.stop()
@@ -366,47 +363,3 @@ def _disable_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_disable_in_child)
-
-
-def _death(parent: zygote.Zygote, message: dict | None) -> WorkerLost:
-    """What to tell of a worker's death, or of the zygote's (no message)."""
-    if message is None:
-        return WorkerLost(f"the process that starts workers (pid {parent.process.pid}) ended, and they with it")
-    if "failed" in message:
-        return WorkerLost(f"workers cannot be started: {message['failed']}")
-    code = message["code"]
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            code = f"{code} ({signal.Signals(-code).name})"
-        how = f"was killed by signal {str(code).lstrip('-')}"
-    else:
-        how = f"exited with status {code}"
-    text = f"worker {message['died']} (pid {message['pid']}) {how}"
-    lines = message["tail"].splitlines()[-_TAIL_LINES:]
-    if lines:
-        text += "; the last lines of its output:\n    " + "\n    ".join(lines)
-    return WorkerLost(text)
-
-
-def _ended(parent: zygote.Zygote) -> bool:
-    """Whether the zygote has ended all workers, as asked, in time."""
-    deadline = time.monotonic() + _END_SECONDS
-    try:
-        parent.send({"end": True})
-    except OSError:
-        return False
-    while select.select([parent.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        message = parent.receive()
-        if message is None:
-            return False
-        if "ended" in message:
-            return True
-    return False
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
