@@ -7,6 +7,7 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Partial, Replicate, Shard
+from dtorch.observe import tables, timing
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -148,3 +149,56 @@ def test_a_recording_that_outlives_a_cluster(engine: str) -> None:
         with dtorch.record() as second:
             x.softmax(0)
     assert [one.kind for one in r.communication] == ["all_gather", second.communication[0].kind]
+
+
+def test_summary_has_times(engine: str) -> None:
+    """Of each op and line, in Python and on the worker that it took longest; what sends nothing is told apart."""
+    x = placed(Shard(1))
+    with dtorch.record() as r:
+        for _ in range(3):
+            x.softmax(1)
+        x.detach()
+        during = r.summary().splitlines()
+    assert during[2].split()[2:4] == ["-", "-"]  # the workers are asked in the end
+    lines = r.summary().partition("\n\n")[0].splitlines()
+    assert lines[0].split() == ["count", "client", "ms", "worker", "ms", "moving", "ms", "bytes", "op", "line"]
+    (row,) = [line.split(maxsplit=6) for line in lines[2:] if "softmax" in line]
+    count, *times, nbytes, op, line = row
+    assert (count, nbytes, op) == ("4", "48", "aten._softmax.default")  # one more that moved it, and kept the copy
+    client, worker, moving = map(float, times)
+    assert client > 0
+    assert worker >= moving >= 0
+    assert line.endswith("x.softmax(1)")
+    assert lines[-1].startswith("1 calls sent the workers nothing")
+
+
+def test_the_time_of_a_call_is_shared_by_what_it_issues() -> None:
+    def issue(at: int, call: timing.Call | None) -> timing.Issue:
+        return timing.Issue(at, 0, "", [], None, None, call)  # type: ignore[arg-type]
+
+    one, other = (timing.Call("op", None, None, 0, start, start + 100) for start in (0, 1000))
+    silent = timing.Call(torch.ops.aten.detach.default, None, None, 0, 2000, 2007)
+    issues = [issue(30, one), issue(1040, other), issue(70, one), issue(5, None)]
+    each, others = tables.client_time(issues, [one, other, silent])
+    assert each == [30, 100, 70, 0]
+    assert (others.count, others.client) == (1, 7)
+
+
+def test_many_rows_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "LISTED", 2)
+    x = placed(Shard(0))
+    with dtorch.record() as r:
+        for op in ("exp", "log", "sin", "cos", "tan"):
+            getattr(x, op)()
+    lines = r.summary().partition("\n\n")[0].splitlines()
+    assert len(lines) == 2 + 2 + 1
+    assert lines[-1].split()[0] == "3"
+    assert lines[-1].endswith("3 more")
+
+
+def test_a_summary_after_the_cluster_ended(engine: str) -> None:
+    with dtorch.record() as r:
+        placed(Shard(0)).exp()
+        dtorch.shutdown()
+    assert "aten.exp.default" in r.summary()
+    dtorch.init(engine=engine)
