@@ -30,6 +30,7 @@ conformance: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --plot
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.conformance.table docs/ops.md

@@ -1,4 +1,7 @@
-"""Run the benchmarks, each in a process of its own, and write benchmarks/results.md: ``python -m benchmarks [name …]``."""
+"""Run the benchmarks, each in a process of its own, and write benchmarks/results.md: ``python -m benchmarks [name …]``.
+
+``python -m benchmarks --plot`` runs none: it draws docs/benchmarks.png from the results that are there.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from . import plot
 from .measure import Row
 
 NAMES = (
@@ -73,5 +77,8 @@ def _page(sections: list[str]) -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(msgspec.to_builtins(importlib.import_module(f"benchmarks.{sys.argv[2]}").run())))
+    elif sys.argv[1:] == ["--plot"]:
+        plot.draw(RESULTS.read_text(), plot.PICTURE)
+        print(f"wrote {plot.PICTURE}")
     else:
         sys.exit(main(tuple(sys.argv[1:])))

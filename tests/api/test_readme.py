@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dtorch
+from benchmarks import plot
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -62,3 +63,22 @@ def test_the_map_in_the_architecture_names_every_module() -> None:
     modules = [path.relative_to(ROOT / "dtorch").with_suffix("").parts for path in (ROOT / "dtorch").rglob("*.py")]
     expected = {f"{parts[1]}/" if len(parts) > 2 else parts[-1] for parts in modules} - {"__init__"}
     assert [name for name in sorted(expected) if not any(fnmatch.fnmatch(name, word) for word in named)] == []
+
+
+def test_the_picture_of_the_benchmarks(tmp_path: Path) -> None:
+    """It has every result that has a bound in numbers, on the right side of it."""
+    pytest.importorskip("matplotlib")
+    page = (ROOT / "benchmarks" / "results.md").read_text()
+    assert len(plot.bounded(page)) == len(re.findall(r"\| at (?:most|least) [^|]*\|$", page, re.M))
+    head = "## it\n\n| | median | quartiles | bound |\n"
+    small, large = plot.bounded(
+        head + "| a | 3 us | 2 to 4.5 | at most 4 |\n| b, c | 1e+01 × | 5 to 40 | at least 20 |\n| d | 1 s | 1 to 1 |  |\n"
+    )
+    assert (small.section, small.what, small.share, small.low, small.high) == ("it", "a", 0.75, 0.5, 1.125)
+    assert (large.what, large.share, large.low, large.high) == ("b, c", 2, 0.5, 4)
+    plot.draw(page, tmp_path / "picture.png")
+    for picture in (tmp_path / "picture.png", plot.PICTURE):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "](docs/benchmarks.png)" in README.read_text()
+    with pytest.raises(ValueError, match="no row"):
+        plot.draw(head, tmp_path / "none.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 
 import msgspec
@@ -57,14 +58,16 @@ def drive(device: Device, sequence: int, failing: int = -1) -> None:
     with torch.no_grad():
         steps = device.executor.run([PROGRAM, 10, 11, [4], [8]], sequence)
         assert steps is not None
-        results = [torch.ones(4), torch.ones(8)]
         next(steps)
+        first, second = [
+            functools.partial(steps.throw, MemoryError("none left"))
+            if number == failing
+            else functools.partial(steps.send, torch.ones(size))
+            for number, size in enumerate((4, 8))
+        ]
+        first()
         with pytest.raises(StopIteration):
-            for number, result in enumerate(results):
-                if number == failing:
-                    steps.throw(MemoryError("none left"))
-                else:
-                    steps.send(result)
+            second()
 
 
 def test_each_exchange_is_noted_with_its_instruction(device: Device) -> None:
