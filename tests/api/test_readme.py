@@ -72,7 +72,8 @@ def test_the_picture_of_the_benchmarks(tmp_path: Path) -> None:
     assert len(plot.bounded(page)) == len(re.findall(r"\| at (?:most|least) [^|]*\|$", page, re.M))
     head = "## it\n\n| | median | quartiles | bound |\n"
     small, large = plot.bounded(
-        head + "| a | 3 us | 2 to 4.5 | at most 4 |\n| b, c | 1e+01 × | 5 to 40 | at least 20 |\n| d | 1 s | 1 to 1 |  |\n"
+        head
+        + "| a | 3 us | 2 to 4.5 | at most 4 |\n| b, c | 1e+01 × | 5 to 40 | at least 20 |\n| d | 1 s | 1 to 1 |  |\n"
     )
     assert (small.section, small.what, small.share, small.low, small.high) == ("it", "a", 0.75, 0.5, 1.125)
     assert (large.what, large.share, large.low, large.high) == ("b, c", 2, 0.5, 4)
