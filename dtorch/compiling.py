@@ -1,15 +1,161 @@
-"""``dtorch.compile``: a step recorded, and run with one message. Not there yet."""
+"""``dtorch.compile``: a function recorded, and run with one message."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import functools
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
 
-from .errors import DTorchError
+import torch
+
+from .client import runtime, torch_internals, watch
+
+#: Recordings of one function that are kept.
+RECORDINGS = 8
+#: Recordings of calls with one key that may be of no use to the next call, as the first step of an optimizer is.
+PASSING = 3
 
 
-def compile(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not there yet: raises `DTorchError`. ``torch.compile``, which it is not, is for plain tensors."""
-    raise DTorchError(
-        "dtorch.compile is not there yet: call the function or module as it is (Python runs ahead of the workers); "
-        "torch.compile is for plain tensors"
-    )
+def compile(function: Any = None, *, verify: bool = False) -> Any:
+    """A function or module whose calls are recorded, and run with one message to the workers from then on.
+
+    Args:
+        function: a function, a method or an ``nn.Module``. Without it, a decorator.
+        verify: record every call again and compare. For finding Python state that a function depends on.
+
+    Returns:
+        `Compiled`, called as the function is. What it does not have itself is the function's: ``compiled.parameters()``.
+
+    Raises:
+        TypeError: what is given cannot be called.
+        DTorchError: with ``verify``, a call does something else than was recorded.
+
+    Example::
+
+        >>> mesh = DeviceMesh("cpu", [0, 1])
+        >>> weight = dtorch.ones(4, 4, device_mesh=mesh, placements=[Shard(0)])
+        >>> step = compile(lambda x: (x @ weight).relu())
+        >>> x = dtorch.ones(2, 4, device_mesh=mesh)
+        >>> step(x).sum().item(), step(x + 1).sum().item()  # recorded, then run
+        (32.0, 64.0)
+    """
+    if function is None:
+        return functools.partial(compile, verify=verify)
+    if not callable(function):
+        raise TypeError(f"compile(): expected a function or a module, got {type(function).__name__}")
+    if isinstance(function, Compiled):
+        return function
+    return Compiled(function, verify)
+
+
+class Compiled:
+    """What `compile` gives. ``program`` is what was recorded last, for people: print it."""
+
+    def __init__(self, function: Callable[..., Any], verify: bool = False) -> None:
+        self.function = function
+        self.verify = verify
+        self.program: Any = None
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._found: dict[Any, list[Any]] = {}
+        self._passing: dict[Any, int] = {}
+        self._eager: set[Any] = set()
+        self._keys: list[Any] = []
+        self._warned = False
+        self._lock = threading.Lock()
+        _ALL.add(self)
+        if not isinstance(function, torch.nn.Module):
+            functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from .capture.arguments import Arguments, Unsupported
+        from .capture.plain import Mismatch
+
+        if watch.recorder() is not None or torch_internals.is_intercepted(runtime.chosen_mesh() is not None):
+            return self.function(*args, **kwargs)
+        try:
+            arguments = Arguments(args, kwargs)
+        except Unsupported as error:
+            self._warn(str(error))
+            return self.function(*args, **kwargs)
+        key = arguments.key
+        if key in self._eager:
+            return self.function(*args, **kwargs)
+        known = self._found.get(key, ())
+        if not self.verify:
+            for captured in known:
+                try:
+                    return captured.run(arguments.tensors)
+                except Mismatch:
+                    continue
+        return self._record(args, kwargs, arguments)
+
+    def _record(self, args: Any, kwargs: Any, arguments: Any) -> Any:
+        from .capture.arguments import varying
+        from .capture.record import Recording
+
+        key = arguments.key
+        if len(self._keys) >= RECORDINGS and not self.verify:
+            self._warn(
+                f"it has been recorded {RECORDINGS} times, and is run as it is for what is new; what varies is "
+                f"{varying(self.function, [*self._keys, key])}"
+            )
+            return self.function(*args, **kwargs)
+        made = Recording(self.function, self._name, args, kwargs, arguments)
+        with self._lock:
+            if made.captured is not None:
+                self._keep(key, made.captured)
+            elif made.refused is not None:
+                self._give_up(key, made.refused)
+            else:
+                self._passing[key] = self._passing.get(key, 0) + 1
+                if self._passing[key] >= PASSING:
+                    self._give_up(key, made.passing)
+        return made.result
+
+    def _keep(self, key: Any, captured: Any) -> None:
+        self._keys.append(key)
+        self._found.setdefault(key, []).insert(0, captured)
+        self._passing.pop(key, None)
+        self.program = captured
+
+    def _give_up(self, key: Any, reason: Any) -> None:
+        self._eager.add(key)
+        self._warn(str(reason))
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"dtorch.compile: {self._name} is run op by op: {reason}", stacklevel=4)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "function":
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+    def __repr__(self) -> str:
+        return f"<dtorch.compile of {self.function!r}: {len(self._keys)} recordings>"
+
+    def _forget(self) -> None:
+        """The cluster is gone, and its programs with it."""
+        with self._lock:
+            for known in (self._found, self._passing, self._eager, self._keys):
+                known.clear()
+            self.program = None
+
+
+_ALL: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for compiled in list(_ALL):
+        compiled._forget()
+
+
+runtime.on_close.append(_forget_all)

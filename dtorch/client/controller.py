@@ -29,7 +29,7 @@ from ..placement import encode
 from ..program.ir import Program
 from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.spec import Spec, mesh_id
-from . import interrupts, lines
+from . import interrupts, lines, watch
 from .failures import Failures
 from .replies import Collect, Gather, Waiting
 from .values import FREED, Value, next_value_id
@@ -135,6 +135,10 @@ class Controller:
             if observers:
                 for observe in observers:
                     observe(self, command, name, self.sequence)
+        if watch.recorders:
+            recorder = watch.recorder()
+            if recorder is not None:
+                recorder.take(self, command, name, self.sequence)
         self.sequence += 1
         outbox.append(command)
         if len(outbox) >= BATCH:
@@ -190,6 +194,8 @@ class Controller:
         ids = []
         while FREED:
             ids.append(FREED.popleft())
+        for recorder in list(watch.recorders.values()):
+            recorder.freed.update(ids)
         self.outbox.append([protocol.FREE, *ids])
         self.sequence += 1
 
@@ -297,6 +303,7 @@ class Controller:
         if self.lost is not None:
             raise self._unusable()
         mesh = self.mesh(spec.mesh)
+        source = tensor
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
         with self.lock:
@@ -305,6 +312,9 @@ class Controller:
             self.issue(
                 [protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put"
             )
+        recorder = watch.recorder()
+        if recorder is not None:
+            recorder.put(source, value, spec)
         self.carried(tensor.nbytes)
         return value
 

@@ -15,7 +15,7 @@ from ..placement import REPLICATE, PlacementList, is_shard, shard
 from ..sharding.plan import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
-from . import leaves, torch_internals
+from . import leaves, torch_internals, watch
 
 
 class HostRoot:
@@ -47,6 +47,9 @@ class HostHandle:
 
 def make(plain: torch.Tensor, root: HostRoot | None = None) -> Tensor:
     """An uncommitted tensor over the memory of ``plain``."""
+    recorder = watch.recorder()
+    if recorder is not None:
+        recorder.uncommitted(plain)
     with torch.no_grad():
         tensor = torch_internals.make_subclass(Tensor, plain)
     tensor._spec = None
@@ -69,8 +72,12 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return call(info, args, kwargs)
     if "device" in plain_kwargs and torch_internals.is_our_device(plain_kwargs["device"] or "cpu"):
         plain_kwargs["device"] = torch_internals.CPU
+    recorder = watch.recorder()
     with torch_internals.without_dispatch():
-        result = info.op(*plain_args, **plain_kwargs)
+        if recorder is None:
+            result = info.op(*plain_args, **plain_kwargs)
+        else:
+            result = recorder.plain_op(info.op, plain_args, plain_kwargs)
     if info.is_mutable:
         for tensor in ours:
             _follow(tensor)

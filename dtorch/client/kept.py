@@ -15,7 +15,7 @@ from typing import Any
 from ..placement import is_partial, is_shard
 from ..sharding.plan import Choice
 from ..sharding.spec import Spec
-from . import redistribute, runtime
+from . import redistribute, runtime, watch
 from .controller import Controller
 from .values import COPY, Value, next_value_id
 
@@ -101,7 +101,9 @@ def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
         kept = value.kept.get(goal) if value.kept else None
         if kept is not None:
             copy, generation = kept
-            if generation == value.root.generation:
+            recorder = watch.recorder()
+            made_before = recorder is not None and copy.id < recorder.floor  # another call would not find it
+            if generation == value.root.generation and not made_before:
                 copies.used(key, controller.sequence)
                 return wrap(goal, copy)
             copies.drop(key)

@@ -65,6 +65,11 @@ def _brought(grad: Any, spec: Any) -> Any:
     )
 
 
+def keeps() -> bool:
+    """Whether `no_sync` is on in this thread."""
+    return getattr(_state, "keep", False)
+
+
 @contextmanager
 def no_sync() -> Iterator[None]:
     """Within it, gradients of leaves stay as backward makes them: pending sums are accumulated without communication."""

@@ -56,10 +56,14 @@ class History:
         line = self.line(sequence)
         return f"  in {entry[1]}" + (f", issued at {line}" if line else "")
 
+    def where(self, sequence: int) -> Where | None:
+        """The line that issued a command just now."""
+        _, _, code, instruction = self.entries[sequence % REMEMBERED]
+        return None if code is None else (code, instruction)
+
     def line(self, sequence: int) -> str:
         """``file:line: text`` of who issued a command lately; empty if no user's code did."""
-        _, _, code, instruction = self.entries[sequence % REMEMBERED]
-        return text(None if code is None else (code, instruction))
+        return text(self.where(sequence))
 
 
 def caller() -> Where | None:

@@ -17,7 +17,7 @@ from ..sharding import shapes
 from ..sharding.plan import ArgWriter, Builder, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import fresh, host, runtime
+from . import fresh, host, runtime, watch
 from .values import Value, next_value_id
 
 aten = torch.ops.aten
@@ -72,7 +72,11 @@ RANDOM_OPS = {*FILLS, *INTEGER_FILLS, *LIKE, *SEEDED}
 
 def draw_key() -> int:
     """A 62-bit key from the client's default generator."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 1 << 62))
+    key = int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 1 << 62))
+    recorder = watch.recorder()
+    if recorder is not None:
+        recorder.key(key)
+    return key
 
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -149,6 +153,9 @@ def generate(fill: Any, arguments: list[Any], spec: Spec) -> Tensor:
 
 def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Draw as plain torch does, on whole tensors here, and place the result where the input is."""
+    watch.refuse(
+        "random numbers are drawn on the client (random='torch', an explicit generator, or an op that needs whole tensors)"
+    )
     fills = info.op in FILLS or info.op in INTEGER_FILLS
     mesh, like = None, None
     writes: list[tuple[Tensor, torch.Tensor]] = []

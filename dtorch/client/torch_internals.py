@@ -282,6 +282,12 @@ def set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
         torch._C.TensorBase.data.__set__(tensor, source)
 
 
+def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """torch's own ``tensor.grad = grad``, past function modes."""
+    with torch._C.DisableTorchFunction():
+        torch._C.TensorBase.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+
+
 def format_values(plain: torch.Tensor, indent: int) -> str:
     """The values as torch prints them, without the ``tensor(`` around."""
     return torch._tensor_str._tensor_str(plain, indent)
@@ -341,3 +347,12 @@ def override(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
         return
     name = op._schema.name.removeprefix("aten::")
     _library.impl(f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name, function, "AutogradCPU")
+
+
+def is_intercepted(expected: bool) -> bool:
+    """Whether ``torch.func``, a dispatch mode or a function mode (beside one that is ``expected``) stands before our tensors."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > expected
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

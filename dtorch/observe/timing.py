@@ -73,7 +73,7 @@ class Issue:
         if self.command is None:
             return {}
         program = self.program()
-        operands = self.command[len(self.command) - program.operands :]
+        operands = self.command[len(self.command) - program.operands :] + program.constants
         asked_for = self.name == "redistribute" or program.name in ASKED_FOR
         line = lines.text(self.where)
         return communication_of(program, operands, self.controller.meshes.__getitem__, self.name, asked_for, line)

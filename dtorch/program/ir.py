@@ -7,7 +7,7 @@ instruction writes fresh ones. What differs from call to call (sizes, indices, n
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Any, Union
 
 import msgspec
 
@@ -173,7 +173,10 @@ Communication = (Reshard, Rearrange, ShiftStart, ShiftDone)
 
 
 class Program(msgspec.Struct, frozen=True):
-    """``name`` is for people. ``mesh`` is the id of the mesh the ops run on; devices of no mesh named in it skip the program."""
+    """``name`` is for people. ``mesh`` is the id of the mesh the ops run on; devices of no mesh named in it skip the program.
+
+    An `Operand` past the ``operands`` of a run is one of ``constants``: those of a captured program, which are sent once.
+    """
 
     name: str
     mesh: int
@@ -181,6 +184,11 @@ class Program(msgspec.Struct, frozen=True):
     operands: int
     body: list[Instruction]
     outputs: list[int]
+    constants: list[Any] = []
+
+    def constant(self, operand: Operand) -> Any:
+        """What ``operand`` is in every run; None if each run says."""
+        return None if operand.index < self.operands else self.constants[operand.index - self.operands]
 
     def meshes(self) -> set[int]:
         """The ids of every mesh that takes part."""
@@ -189,3 +197,28 @@ class Program(msgspec.Struct, frozen=True):
             if isinstance(instruction, (Reshard, Rearrange)):
                 found |= {instruction.source_mesh, instruction.target_mesh}
         return found
+
+
+def slots_of(instruction: Instruction) -> list[int]:
+    """The slots that an instruction reads, in order."""
+    if isinstance(instruction, Communication):
+        return [] if isinstance(instruction, ShiftDone) else [instruction.source]
+    found: list[int] = []
+
+    def collect(arg: Any) -> None:
+        if isinstance(arg, Slot):
+            found.append(arg.index)
+        elif isinstance(arg, list):
+            for item in arg:
+                collect(item)
+
+    collect(instruction.args)
+    collect(list(instruction.kwargs.values()))
+    return found
+
+
+def outs_of(instruction: Instruction) -> list[int]:
+    """The slots that an instruction writes; -1 for results that are not kept."""
+    if isinstance(instruction, Communication):
+        return [] if isinstance(instruction, ShiftStart) else [instruction.out]
+    return instruction.outs

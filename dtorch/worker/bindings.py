@@ -92,8 +92,10 @@ def local_shape_of(program: Program, arg: LocalShape) -> Maker:
 
 def here_of(program: Program, call: Local, position: Callable[[Any], int]) -> Maker:
     """``f(command, tensor arguments)``: the `Here` of this run. A function may never look at an argument, so it checks them."""
-    inputs = [(decode(layout.placements), position(layout.shape)) for layout in call.inputs]
-    outputs = [(decode(layout.placements), position(layout.shape)) for layout in call.outputs]
+    inputs, outputs = (
+        [(decode(layout.placements), position(layout.shape), program.constant(layout.shape)) for layout in layouts]
+        for layouts in (call.inputs, call.outputs)
+    )
 
     def make(site: Site) -> Callable[[list, tuple], Here]:
         mesh = site.meshes[program.mesh]
@@ -108,8 +110,8 @@ def here_of(program: Program, call: Local, position: Callable[[Any], int]) -> Ma
                 mesh,
                 coordinate,
                 site.torch_device,
-                [(placements, tuple(command[at])) for placements, at in inputs],
-                [(placements, tuple(command[at])) for placements, at in outputs],
+                [(placements, tuple(command[at] if fixed is None else fixed)) for placements, at, fixed in inputs],
+                [(placements, tuple(command[at] if fixed is None else fixed)) for placements, at, fixed in outputs],
             )
 
         return here

@@ -19,7 +19,7 @@ import torch
 from ..engine import protocol
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, decode, is_partial
-from ..program.ir import Communication, Op, Program, ShiftDone, ShiftStart
+from ..program.ir import Communication, Op, Program, ShiftDone, ShiftStart, slots_of
 from ..raw import dtype_called, dtype_name, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.rearrange import Shift
@@ -34,9 +34,8 @@ from .lower import (
     Held,
     bind,
     generate,
-    operand_position,
+    operand_value,
     present_outputs,
-    slots_of,
     takes_part,
 )
 from .poison import Poison
@@ -244,7 +243,7 @@ class Executor:
             else:
                 try:
                     plan = planner_of(instruction).make(defined.site)
-                    transfers = plan(tuple(command[operand_position(defined.program, instruction.shape)]))
+                    transfers = plan(tuple(operand_value(defined.program, instruction.shape, command)))
                 except ValueError:
                     continue  # nobody could plan it
             if index == start and after in transfers:

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from ..program.ir import (
-    Communication,
     Const,
-    Instruction,
     Local,
     LocalShape,
     Op,
@@ -30,6 +28,8 @@ from ..program.ir import (
     ShiftDone,
     ShiftStart,
     Slot,
+    outs_of,
+    slots_of,
 )
 from . import bindings
 from .bindings import Maker, Site, same
@@ -132,6 +132,8 @@ class _Writer:
         return f"v[c[{1 + slot}]]" if slot < self.program.inputs else f"s{slot}"
 
     def operand(self, operand: Operand) -> str:
+        if operand.index >= self.program.operands:
+            return self.bind("k", same(self.program.constant(operand)))
         return f"c[{operand_position(self.program, operand)}]"
 
     def bind(self, prefix: str, make: Maker) -> str:
@@ -269,29 +271,11 @@ def operand_position(program: Program, operand: Operand) -> int:
     return 1 + program.inputs + len(program.outputs) + operand.index
 
 
-def slots_of(instruction: Instruction) -> list[int]:
-    """The slots that an instruction reads, in order."""
-    if isinstance(instruction, Communication):
-        return [] if isinstance(instruction, ShiftDone) else [instruction.source]
-    found: list[int] = []
-
-    def collect(arg: Any) -> None:
-        if isinstance(arg, Slot):
-            found.append(arg.index)
-        elif isinstance(arg, list):
-            for item in arg:
-                collect(item)
-
-    collect(instruction.args)
-    collect(list(instruction.kwargs.values()))
-    return found
-
-
-def outs_of(instruction: Instruction) -> list[int]:
-    """The slots that an instruction writes; -1 for results that are not kept."""
-    if isinstance(instruction, Communication):
-        return [] if isinstance(instruction, ShiftStart) else [instruction.out]
-    return instruction.outs
+def operand_value(program: Program, operand: Operand, command: list) -> Any:
+    """What the operand is in the run that ``command`` asks for."""
+    if operand.index >= program.operands:
+        return program.constant(operand)
+    return command[operand_position(program, operand)]
 
 
 def _last_uses(program: Program) -> dict[int, list[int]]:

@@ -10,12 +10,11 @@ import torch
 
 import dtorch
 from dtorch.placement import PlacementList, shard
-from dtorch.program.ir import Local, Program, Rearrange, Roles, ShiftDone, ShiftStart
+from dtorch.program.ir import Local, Program, Rearrange, Roles, ShiftDone, ShiftStart, outs_of, slots_of
 from dtorch.sharding import attention as planning
 from dtorch.sharding.layout import box_shape
 from dtorch.sharding.sequence import Sizes, boxes, step_tasks
 from dtorch.sharding.spec import Spec
-from dtorch.worker.lower import outs_of, slots_of
 
 RING = Roles((), (), (0,))
 

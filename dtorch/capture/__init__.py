@@ -1,0 +1,1 @@
+"""What `dtorch.compile` is made of; docs/architecture.md has the idea."""

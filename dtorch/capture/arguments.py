@@ -1,0 +1,141 @@
+"""What of a call decides which captured program it may run: its arguments and the modes that torch is in."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..client import attention, leaves, runtime
+from ..mesh import DeviceMesh
+from ..placement import Placement
+from ..tensor import Tensor
+
+_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+_VALUES = (
+    str,
+    bytes,
+    bool,
+    int,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    enum.Enum,
+    DeviceMesh,
+    Placement,
+)
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+
+
+class Unsupported(Exception):
+    """A call that cannot be captured, and why."""
+
+
+class Arguments:
+    """The arguments of one call, flattened.
+
+    ``tensors`` are their tensors, in order, each handle once. ``objects`` are what is known by identity: modules, caches, functions.
+    ``key`` is what two calls must share.
+    """
+
+    __slots__ = ("key", "tensors", "objects", "_indices")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self._indices: dict[int, int] = {}
+        self.key: tuple[Any, ...] = (
+            tuple([self._key(value) for value in args]),
+            tuple([(name, self._key(value)) for name, value in kwargs.items()]) if kwargs else (),
+            modes(),
+        )
+
+    def _key(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Tensor:
+            seen = self._indices.get(id(value))
+            if seen is not None:
+                return "the same as", seen
+            self._indices[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+            if value._spec is not None:
+                return value._spec, _requires_grad(value)
+            if value._host.root.joined is not None:
+                raise Unsupported("an argument is a view of a tensor that has joined a mesh")
+            return "uncommitted", value.shape, value.stride(), value.dtype, _requires_grad(value)
+        if isinstance(value, _VALUES):
+            return kind, value
+        if kind is float:
+            return kind, value.hex()
+        if kind in (list, tuple):
+            return kind, tuple([self._key(item) for item in value])
+        if kind in (dict, OrderedDict):
+            return kind, tuple([(type(k), k, self._key(item)) for k, item in value.items()])
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            seen = self._indices.get(id(value))
+            if seen is not None:
+                return "the same as", seen
+            self._indices[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+            return kind, value.shape, value.stride(), value.dtype, value.requires_grad
+        if isinstance(value, torch.Tensor):
+            raise Unsupported(f"an argument is a {kind.__name__}")
+        self.objects.append(value)
+        return kind, id(value)
+
+
+def modes() -> tuple[Any, ...]:
+    """What torch and dtorch are set to."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        runtime.chosen_mesh(),
+        leaves.keeps(),
+        tuple(attention.insisted.get().items()),
+    )
+
+
+def varying(function: Callable[..., Any], keys: list[tuple[Any, ...]]) -> str:
+    """Which argument differs between calls of ``function`` with these keys, for people."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    found = []
+    for index in range(max(len(key[0]) for key in keys)):
+        values = list(dict.fromkeys(key[0][index] if index < len(key[0]) else None for key in keys))
+        if len(values) > 1:
+            name = repr(names[index]) if index < len(names) else str(index)
+            found.append(f"argument {name} ({', '.join(map(_shown, values[:3]))}, …)")
+    named: dict[str, list[Any]] = {}
+    for key in keys:
+        for name, value in key[1]:
+            named.setdefault(name, []).append(value)
+    for name, values in named.items():
+        if len(dict.fromkeys(values)) > 1:
+            found.append(f"argument {name!r} ({', '.join(map(_shown, list(dict.fromkeys(values))[:3]))}, …)")
+    if not found and len({key[2] for key in keys}) > 1:
+        found.append("the modes of torch (grad, inference, autocast, default dtype)")
+    return " and ".join(found) or "what it reads from outside (modules, closures, globals)"
+
+
+def _shown(part: Any) -> str:
+    """One argument's part of a key."""
+    if not isinstance(part, tuple) or not part:
+        return str(part)
+    first = part[0]
+    if hasattr(first, "placements"):
+        return f"{tuple(first.shape)} {first.dtype} {first.placements}"
+    if isinstance(first, type) and len(part) == 2:
+        if first is float:
+            return str(float.fromhex(part[1]))
+        return str(part[1]) if first in _VALUES else first.__name__
+    return f"{getattr(first, '__name__', first)} {tuple(part[1]) if isinstance(part[1], torch.Size) else part[1]}"

@@ -1,0 +1,281 @@
+"""A captured call: what must hold for it to be used again, and how it is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..client import aliasing, dispatch, runtime, special
+from ..client.controller import AHEAD, Controller
+from ..client.interrupts import critical
+from ..client.values import Root, Value, next_value_id
+from ..program.compose import Segment
+from ..sharding.spec import Spec
+from ..tensor import Tensor
+from . import plain
+from .outside import Edge
+from .plain import Mismatch
+from .results import Maker
+
+_value_of = operator.attrgetter("_value")
+_id_of = operator.attrgetter("_value.id")
+_spec_of = operator.attrgetter("_spec")
+_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+
+#: What stands for a place that held no tensor and nothing that holds one: None, a number, or nothing at all.
+NOTHING: Any = object()
+#: What stands for a place that held a tensor which was not used.
+ANY_TENSOR: Any = object()
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """One handle that a call makes: on value ``value`` of the program, or, if that is None, on what handle ``base`` refers to.
+
+    ``base``: the handle whose memory it is a view of; ``sharer``: the earlier output that has the same memory.
+    """
+
+    spec: Spec
+    value: int | None
+    base: int | None = None
+    sharer: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Binding:
+    """After the call, output ``output`` (none: None) is at ``edge``, which is guard ``guard``."""
+
+    edge: Edge
+    output: int | None
+    guard: int
+
+
+class Call:
+    """One run of a captured program, while it is put together."""
+
+    __slots__ = ("captured", "tensors", "found", "numbers", "values", "env", "handles")
+
+    def __init__(self, captured: Captured, tensors: list[torch.Tensor], found: list[Any]) -> None:
+        self.captured = captured
+        self.tensors = tensors
+        #: What is at the guarded edges.
+        self.found = found
+        self.numbers = list(captured.numbers)
+        self.values: dict[int, Value] = {}
+        self.env: dict[int, torch.Tensor] = {}
+        self.handles: list[Any] = []
+
+    def plain(self, node: plain.Node) -> torch.Tensor:
+        return plain.window(node, self.env)
+
+
+class Guards:
+    """Places outside of the function and what is there: objects that must stay, tensors that must stay of their kind."""
+
+    def __init__(self, ways: list[tuple[Edge, Any]], modules: list[torch.nn.Module]) -> None:
+        flags = [(Edge("dict", module.__dict__, "training"), module.training) for module in modules]
+        every = sorted([*ways, *flags], key=lambda way: way[0].kind != "dict")
+        self.edges = [edge for edge, _ in every]
+        # A gradient is not held on to: nobody may want it any more.
+        self.expected = [ANY_TENSOR if e.kind == "grad" and isinstance(c, Tensor) else c for e, c in every]
+        count = sum(edge.kind == "dict" for edge in self.edges)
+        self._dicts = [edge.container for edge in self.edges[:count]]
+        self._keys = [edge.key for edge in self.edges[:count]]
+        self._others = self.edges[count:]
+        self._hooks = [
+            hooks
+            for module in modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        ]
+        self._hook_count = self._count_hooks()
+
+    def _count_hooks(self) -> tuple[int, int]:
+        return RemovableHandle.next_id, sum(map(len, self._hooks))
+
+    def find(self) -> list[Any]:
+        """What is at the edges now, or `Mismatch`."""
+        found = list(map(dict.get, self._dicts, self._keys))
+        if self._others:
+            found += [edge.get() for edge in self._others]
+        if any(map(operator.is_not, found, self.expected)):
+            for child, expected in zip(found, self.expected, strict=True):
+                if child is expected:
+                    continue
+                if expected is NOTHING:
+                    if not isinstance(child, (type(None), int, float, str)):
+                        raise Mismatch
+                elif expected is ANY_TENSOR:
+                    if type(child) is not Tensor:
+                        raise Mismatch
+                elif not isinstance(expected, torch.Tensor) or type(child) is not type(expected):
+                    raise Mismatch
+        if self._hook_count != (RemovableHandle.next_id, sum(map(len, self._hooks))):
+            if self._hook_count[1] != sum(map(len, self._hooks)) or self._hooks_changed():
+                raise Mismatch
+            self._hook_count = self._count_hooks()
+        return found
+
+    def _hooks_changed(self) -> bool:
+        """Whether a module has a hook that is newer than the recording."""
+        newest = self._hook_count[0]
+        return any(id >= newest for hooks in self._hooks for id in hooks)
+
+
+class Captured:
+    """The programs of one recorded call."""
+
+    def __init__(self, name: str, objects: list[Any]) -> None:
+        self.name = name
+        self.objects = objects
+        self.guards: Guards
+        #: Which handles the programs read: tensors of the arguments by index, tensors at guarded edges.
+        self.leaves: list[int] = []
+        self.places: list[int] = []
+        self.specs: list[Spec] = []
+        self.requires_grad: list[bool] = []
+        #: Handles that are one object, or on one value: the index of the first such, for each.
+        self.twins: list[tuple[int, int]] = []
+        self.checks_grad = torch.is_grad_enabled()
+        self.numbers: list[Any] = []
+        self.items: list[Any] = []
+        self.starts: list[plain.Node] = []
+        self.variable: set[int] = set()
+        self.segments: list[Segment] = []
+        self.programs: list[int] = []
+        #: Where the inputs of each segment are: in handles, then constants, then puts, then values made by earlier segments.
+        self.sources: list[list[int]] = []
+        self.constants: list[Value] = []
+        self.puts: list[int] = []
+        #: For each value that the programs make: the handle whose memory it has, or a number that those with the same memory share.
+        self.made: list[tuple[int | None, int | None]] = []
+        self.outputs: list[Output] = []
+        self.bindings: list[Binding] = []
+        self.written: list[int] = []
+        #: Handles that refer to something else after the call (``p.data = …``), each with the output that says what.
+        self.rebound: list[tuple[int, int]] = []
+        self.result: Maker
+        self.nbytes = 0
+        self.instructions = 0
+        self.gradient: Any = None
+        self._last: list[int] = []
+
+    def handles(self, tensors: list[torch.Tensor], found: list[Any]) -> list[Any]:
+        """The handles that the programs read, each as it must be; or `Mismatch`."""
+        handles = [tensors[i] for i in self.leaves]
+        handles += [found[i] for i in self.places]
+        if any(type(h) is not Tensor or h._spec is None for h in handles):
+            raise Mismatch
+        ids = list(map(_id_of, handles))
+        if ids != self._last:
+            if any(map(operator.is_not, map(_spec_of, handles), self.specs)):
+                raise Mismatch
+            if any(ids[a] != ids[b] for a, b in self.twins) or any(v.copy is not None for v in map(_value_of, handles)):
+                raise Mismatch
+            self._last = ids
+        if self.checks_grad and list(map(_requires_grad, handles)) != self.requires_grad:
+            raise Mismatch
+        return handles
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """The result of a call whose arguments' tensors are these; `Mismatch` if it has to be recorded anew."""
+        found = self.guards.find()
+        handles = self.handles(tensors, found)
+        call = Call(self, tensors, found)
+        call.handles = handles
+        if self.items:
+            self._prepare(call)
+        controller = runtime._controller
+        assert controller is not None
+        values = self._issue(controller, call)
+        if self.written and not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version([handles[i] for i in self.written])
+        outputs = self._outputs(call, values)
+        if self.gradient is not None:
+            outputs = self.gradient.attach(call, values, outputs)
+        for binding in self.bindings:
+            child = None if binding.output is None else outputs[binding.output]
+            binding.edge.put(child)
+            if child is not None and isinstance(self.guards.expected[binding.guard], torch.Tensor):
+                self.guards.expected[binding.guard] = child
+        for index, output in self.rebound:
+            special.rebind(handles[index], outputs[output])
+        call.handles = outputs
+        result = self.result(call)
+        self.pace(controller)
+        return result
+
+    def _prepare(self, call: Call) -> None:
+        """The client's own part: random keys, plain work, optimizers' numbers."""
+        state = torch.get_rng_state() if self.starts else None
+        try:
+            call.env = plain.given(self.starts, call, self.variable)
+            for item in self.items:
+                if type(item) is plain.Entry:
+                    item.run(call.env)
+                else:
+                    item.run(call)
+        except Mismatch:
+            if state is not None:
+                torch.set_rng_state(state)
+            raise
+
+    @critical
+    def _issue(self, controller: Controller, call: Call) -> list[Value]:
+        """Queue the programs; the values they make."""
+        handles = call.handles
+        pool = list(map(_id_of, handles))
+        pool += [value.id for value in self.constants]
+        pool += [call.values[put].id for put in self.puts]
+        values: list[Value] = []
+        roots: dict[int, Root] = {}
+        for base, group in self.made:
+            root = None
+            if base is not None:
+                root = handles[base]._value.root
+            elif group is not None:
+                root = roots.get(group)
+            values.append(Value(next_value_id(), root))
+            if group is not None and root is None:
+                roots[group] = values[-1].root
+        at = len(pool)
+        pool += [value.id for value in values]
+        with controller.lock:
+            for program, sources, segment in zip(self.programs, self.sources, self.segments, strict=True):
+                command = [program]
+                command += [pool[i] for i in sources]
+                count = len(segment.outputs)
+                command += pool[at : at + count]
+                at += count
+                command += [call.numbers[i] for i in segment.numbers]
+                controller.issue(command, self.name, 5)
+            for index in self.written:
+                aliasing.written(controller, handles[index]._value)
+        return values
+
+    def _outputs(self, call: Call, values: list[Value]) -> list[Any]:
+        outputs: list[Any] = []
+        for output in self.outputs:
+            value = call.handles[output.base]._value if output.value is None else values[output.value]
+            if output.base is not None:
+                outputs.append(dispatch.wrap_view(output.spec, value, call.handles[output.base]))
+            elif output.sharer is not None:
+                outputs.append(dispatch.wrap_view(output.spec, value, outputs[output.sharer]))
+            else:
+                outputs.append(dispatch.wrap(output.spec, value))
+        return outputs
+
+    def pace(self, controller: Controller) -> None:
+        """Keep the client from running too far ahead: one command is as many instructions here."""
+        controller.bytes_ahead += self.nbytes
+        controller.pressure()
+        engine = controller.engine
+        if self.instructions * engine.behind() > AHEAD:
+            with controller.lock:
+                controller.flush()
+            engine.wait_behind(max(1, AHEAD // (2 * self.instructions)))
+        if controller.sync:
+            controller.synchronize()

@@ -1,0 +1,313 @@
+"""The backward of a captured call: programs too, run by one autograd node that the results carry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..client import dispatch, fresh, host, redistribute, runtime
+from ..client.interrupts import critical
+from ..client.leaves import Leaf
+from ..client.random_ops import draw_key
+from ..client.values import Value, next_value_id
+from ..placement import settled
+from ..program.compose import Segment, compose
+from ..sharding.spec import Spec
+from ..tensor import Tensor
+from .recorder import Recorder
+
+#: Saved by every node, so that torch says in its own words that a graph has been freed.
+_TOKEN = torch.empty(0)
+
+
+@dataclasses.dataclass(slots=True)
+class Backward:
+    """The gradients of the inputs, given those of some of the results.
+
+    ``given``: the positions of these results among the differentiable ones; ``specs``: of their gradients. ``sources``: of each segment,
+    where its inputs are: in the forward's values, then the given gradients, then constants, then values made by earlier segments.
+    ``numbers``: of the forward's, or None for a key to draw. ``results``: for each input of the forward the spec of its gradient and which
+    value made here it is, or None.
+    """
+
+    given: tuple[int, ...]
+    specs: list[Spec]
+    segments: list[Segment]
+    programs: list[int]
+    sources: list[list[int]]
+    constants: list[Value]
+    numbers: list[int | None]
+    results: list[tuple[Spec, int] | None]
+    #: The forward's values that it reads.
+    saved: set[int]
+
+
+@dataclasses.dataclass(slots=True)
+class Gradient:
+    """How the results of a captured call get gradients.
+
+    ``outputs``: the outputs that are differentiable; ``inputs``: the handles that want gradients; ``reach``: for each of the outputs, the
+    inputs that it depends on, by position. Without ``backwards``, why there is none is ``error``.
+    """
+
+    name: str
+    outputs: list[int]
+    inputs: list[int]
+    reach: list[set[int]]
+    backwards: list[Backward]
+    error: str = ""
+
+    def attach(self, call: Any, values: list[Value], outputs: list[Any]) -> list[Any]:
+        """The outputs, those that are differentiable with this call's node."""
+        captured = call.captured
+        pool = [handle._value for handle in call.handles]
+        pool += captured.constants
+        pool += [call.values[put] for put in captured.puts]
+        pool += values
+        saved = {index: pool[index] for backward in self.backwards for index in backward.saved}
+        given = [call.handles[i] for i in self.inputs]
+        state = _State(self, saved, list(call.numbers), [outputs[i] for i in self.outputs])
+        made = _Node.apply(state, *given)
+        found = list(outputs)
+        for index, handle in zip(self.outputs, made if isinstance(made, tuple) else (made,), strict=True):
+            found[index] = handle
+        return found
+
+
+class _State:
+    """What one call leaves for its backward. ``saved`` are values by their place in the forward's pool."""
+
+    __slots__ = ("gradient", "saved", "generations", "numbers", "outputs", "specs")
+
+    def __init__(self, gradient: Gradient, saved: dict[int, Value], numbers: list[Any], outputs: list[Any]) -> None:
+        self.gradient = gradient
+        self.saved = saved
+        self.generations = {index: value.root.generation for index, value in saved.items()}
+        self.numbers = numbers
+        self.outputs = outputs
+        self.specs = [output._spec for output in outputs]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: _State, *inputs: Any) -> Any:
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_TOKEN)
+        outputs, state.outputs = state.outputs, []
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.saved_tensors  # noqa: B018 - raises once the graph has been freed
+        return (None, *_run(ctx.state, grads))
+
+
+def _run(state: _State, grads: Sequence[Any]) -> list[Any]:
+    gradient = state.gradient
+    if not gradient.backwards:
+        raise RuntimeError(gradient.error)
+    for index, value in state.saved.items():
+        if value.root.generation != state.generations[index]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation, after "
+                f"{gradient.name}, which dtorch.compile captured, and before its backward"
+            )
+    defined = {i for i, grad in enumerate(grads) if grad is not None}
+    backward = min((b for b in gradient.backwards if defined <= set(b.given)), key=lambda b: len(b.given))
+    given = [
+        fresh.filled(spec, 0) if grads[i] is None else _brought(grads[i], spec)
+        for i, spec in zip(backward.given, backward.specs, strict=True)
+    ]
+    numbers = [draw_key() if number is None else state.numbers[number] for number in backward.numbers]
+    values = _issue(backward, state, given, numbers, gradient.name)
+    reached = set().union(*(gradient.reach[i] for i in defined))
+    return [
+        None if result is None or at not in reached else dispatch.wrap(result[0], values[result[1]])
+        for at, result in enumerate(backward.results)
+    ]
+
+
+@critical
+def _issue(backward: Backward, state: _State, given: list[Any], numbers: list[Any], name: str) -> list[Value]:
+    controller = runtime.controller()
+    ids: dict[int, int] = {index: value.id for index, value in state.saved.items()}
+    start = -1  # what is not the forward's is counted down from there
+    for one in (*[g._value for g in given], *backward.constants):
+        ids[start] = one.id
+        start -= 1
+    values = [Value(next_value_id()) for segment in backward.segments for _ in segment.outputs]
+    for value in values:
+        ids[start] = value.id
+        start -= 1
+    made = iter(values)
+    with controller.lock:
+        for program, sources, segment in zip(backward.programs, backward.sources, backward.segments, strict=True):
+            outputs = [next(made).id for _ in segment.outputs]
+            chosen = [numbers[i] for i in segment.numbers]
+            controller.issue([program, *[ids[s] for s in sources], *outputs, *chosen], f"backward of {name}", 5)
+    return values
+
+
+def _brought(grad: Any, spec: Spec) -> Any:
+    """A gradient as the program takes it."""
+    if type(grad) is not Tensor or grad._spec is None:
+        plain = grad._host.plain if type(grad) is Tensor else grad
+        return host.from_plain(plain.contiguous(), spec.mesh, spec.placements)
+    if grad._spec is not spec:
+        with torch.no_grad():
+            if grad._spec.placements != spec.placements or grad._spec.mesh is not spec.mesh:
+                own = grad._spec
+                grad = redistribute.move(grad, Spec.of(spec.mesh, spec.placements, own.shape, own.stride, own.dtype))
+            if grad.stride() != spec.stride:
+                grad = grad.contiguous()
+    return grad
+
+
+def differentiate(
+    handles: list[Any],
+    outer: list[Any],
+    read: set[int],
+    forward: Recorder,
+) -> tuple[list[int], list[int], list[Any], list[set[int]]]:
+    """Run the backward of a recorded call, for each way of using its results, and record it.
+
+    Args:
+        handles: the outputs of the call.
+        outer: the handles from outside.
+        read: the indices of those that the call has read.
+
+    Returns:
+        The indices of the differentiable outputs and of the inputs that want gradients, the recorded backwards, and `Gradient.reach`.
+        The backwards are empty where the graph is used up.
+    """
+    outputs = [i for i, h in enumerate(handles) if h.requires_grad and h.grad_fn is not None]
+    inputs = [i for i in sorted(read) if outer[i].requires_grad]
+    targets = [outer[i] for i in inputs]
+    reach = _reach([handles[i] for i in outputs], targets)
+    ways = [tuple(range(len(outputs)))]
+    scalars = tuple(i for i, output in enumerate(outputs) if handles[output].ndim == 0)
+    if scalars and len(scalars) < len(outputs):
+        ways.append(scalars)
+    found = []
+    for way in ways:
+        specs = [_gradient_spec(handles[outputs[i]]._spec) for i in way]
+        given = [fresh.filled(spec, 1) for spec in specs]
+        recorder = Recorder()
+        with _without_hooks(targets), recorder:
+            grads = list(
+                torch.autograd.grad(
+                    [handles[outputs[i]] for i in way], targets, given, retain_graph=True, allow_unused=True
+                )
+            )
+            roots: set[int] = set()
+            with torch.no_grad():
+                for i, grad in enumerate(grads):
+                    if grad is None:
+                        continue
+                    if type(grad) is not Tensor or grad._spec is None:
+                        recorder.refuse("a gradient is not on the mesh")
+                        continue
+                    if grad._value.root.born < recorder.floor or id(grad._value.root) in roots:
+                        grads[i] = grad = grad.clone()  # of its own memory: torch adds to it in place
+                    roots.add(id(grad._value.root))
+        if recorder.refused is not None:
+            forward.refuse(recorder.refused)
+        found.append((way, specs, given, recorder, grads))
+    return outputs, inputs, found, reach
+
+
+def backward_of(recorded: Any, name: str, position: dict[int, int], forward: Recorder) -> Backward:
+    """The `Backward` of what `differentiate` recorded. ``position``: where a value of the forward is in its pool."""
+    way, specs, given, recorder, grads = recorded
+    made = {value for command in recorder.commands for value in command.outputs}
+    kept = {grad._value.id for grad in grads if grad is not None} & made
+    segments = compose(f"backward of {name}", recorder.commands, kept)
+    inner = [value for segment in segments for value in segment.outputs]
+    sources: dict[int, int] = {}
+    start = -1
+    for grad in given:
+        sources[grad._value.id] = start
+        start -= 1
+    constants = []
+    recorder.tape.settle()
+    for put in recorder.puts.values():
+        if put.node.storage in recorder.tape.variable or put.value.root.generation:
+            forward.refuse("its backward works on plain tensors that differ from call to call")
+        constants.append(put.value)
+        sources[put.id] = start
+        start -= 1
+    for value in inner:
+        sources[value] = start
+        start -= 1
+    saved: set[int] = set()
+    for segment in segments:
+        for value in segment.inputs:
+            if value not in sources:
+                if value not in position:
+                    forward.refuse("its backward reads a tensor from where dtorch.compile cannot see")
+                    continue
+                sources[value] = position[value]
+            if sources[value] >= 0:
+                saved.add(sources[value])
+    place = {value: i for i, value in enumerate(inner)}
+    results = [None if g is None else (g._spec, place.get(g._value.id, -1)) for g in grads]
+    controller = runtime.controller()
+    with controller.lock:
+        programs = [controller.define(segment.program) for segment in segments]
+    return Backward(
+        way,
+        specs,
+        segments,
+        programs,
+        [[sources.get(v, 0) for v in segment.inputs] for segment in segments],
+        constants,
+        [forward.keys.get(number) for number in recorder.numbers],
+        results,
+        saved,
+    )
+
+
+def _gradient_spec(spec: Spec) -> Spec:
+    return Spec.of(spec.mesh, settled(spec.placements), spec.shape, None, spec.dtype)
+
+
+def _reach(outputs: list[Any], inputs: list[Any]) -> list[set[int]]:
+    """For each output, the inputs that its graph leads to."""
+    ends: dict[Any, set[int]] = {}
+    for at, one in enumerate(inputs):
+        ends.setdefault(torch.autograd.graph.get_gradient_edge(one).node, set()).add(at)
+    found = []
+    for output in outputs:
+        seen, pending, reached = set(), [output.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            reached |= ends.get(node, set())
+            pending += [following for following, _ in node.next_functions]
+        found.append(reached)
+    return found
+
+
+@contextmanager
+def _without_hooks(tensors: list[Any]) -> Iterator[None]:
+    """Without the user's hooks on gradients, which torch calls when it gets them from our node."""
+    removed = []
+    for tensor in tensors:
+        hooks = tensor._backward_hooks
+        for number, hook in list((hooks or {}).items()):
+            if not isinstance(hook, Leaf):
+                removed.append((hooks, number, hook))
+                del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, number, hook in removed:
+            hooks[number] = hook

@@ -1,0 +1,232 @@
+"""What one call of a function issues: its commands, its random keys, its plain work, and why it cannot be captured if it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from threading import get_ident
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..client import lines, runtime, torch_internals, watch
+from ..client.controller import Controller
+from ..client.random_ops import draw_key
+from ..client.values import Value, next_value_id
+from ..engine import protocol
+from ..program.compose import Command
+from ..program.ir import Op, Program, Slot
+from ..sharding.spec import Spec, mesh_id
+from .plain import PLAIN, Node, Tape
+
+_READS = {
+    protocol.GET: "a value is read",
+    protocol.DESCRIBE: "a shape depends on values",
+    protocol.SHARDS: "values are read",
+}
+
+#: Functions that read a plain tensor's values past the dispatcher.
+_LOOKS = {
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
+    torch.Tensor.__reduce_ex__, torch.Tensor.apply_, torch.Tensor.map_,
+}  # fmt: skip
+
+
+def copying(mesh: int) -> Program:
+    """One value copied."""
+    return Program("copy", mesh, 1, 0, [Op("aten.clone.default", [Slot(0)], {}, [1])], [1])
+
+
+@dataclasses.dataclass(slots=True)
+class Key:
+    """A random key is drawn: number ``number`` of the call."""
+
+    number: int
+
+    def run(self, call: Any) -> None:
+        call.numbers[self.number] = draw_key()
+
+
+@dataclasses.dataclass(slots=True)
+class Put:
+    """A plain tensor goes to the workers, as the value that was ``id`` when this was recorded; ``spare`` is a copy of that."""
+
+    node: Node
+    spec: Spec
+    id: int
+    value: Value
+    spare: Value
+
+    def run(self, call: Any) -> None:
+        call.values[self.id] = runtime.controller().put(call.plain(self.node), self.spec)
+
+
+class Recorder:
+    """Takes the commands of this thread while it is entered."""
+
+    def __init__(self) -> None:
+        self.controller: Controller = runtime.controller()
+        #: Values from here on are made while recording.
+        self.floor = next_value_id()
+        self.commands: list[Command] = []
+        self.freed: set[int] = set()
+        #: Random keys, each with its number.
+        self.keys: dict[int, int] = {}
+        #: Numbers of the call that differ from run to run, as they were.
+        self.numbers: list[Any] = []
+        self.tape = Tape(self.refuse)
+        #: What every call does on the client, in order.
+        self.items: list[Any] = []
+        self.puts: dict[int, Put] = {}
+        self.refused: str | None = None
+        #: Why the call after this one will not do the same, though it may well be captured.
+        self.passing: str | None = None
+        self.section: Any = None
+        self.sections: list[Any] = []
+        self._programs: dict[int, Program] = {}
+        self._forward: OrderedDict[int, Any] = OrderedDict()
+        self._mode = _Functions(self)
+        self._pauses = False
+
+    def __enter__(self) -> Recorder:  # noqa: PYI034 - typing has no Self in Python 3.10
+        watch.recorders[get_ident()] = self
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._mode.__exit__(kind, error, traceback)
+        with self.controller.lock:
+            self.controller.drain()
+            del watch.recorders[get_ident()]
+
+    def refuse(self, reason: str) -> None:
+        """It cannot be captured; the first reason counts."""
+        if self.refused is None:
+            line = lines.here()
+            self.refused = reason + (f", at {line}" if line else "")
+
+    def once(self, reason: str) -> None:
+        """This call's recording is of no use to a later one, but the next call's may be."""
+        if self.passing is None:
+            self.passing = reason
+
+    # -- what the client tells
+
+    def take(self, controller: Controller, command: list, name: str | None, sequence: int) -> None:
+        """A command of this thread; the caller holds the controller's lock."""
+        kind = command[0]
+        if self._pauses:
+            return
+        if kind < protocol.FIRST_PROGRAM:
+            if kind == protocol.FREE:
+                self.freed.update(command[1:])
+            elif kind in _READS:
+                self.refuse(_READS[kind])
+            elif kind == protocol.DEFAULT_DTYPE:
+                self.refuse("the default dtype is changed")
+            return
+        program = self._programs.get(kind)
+        if program is None:
+            body = controller.program_bodies[kind - protocol.FIRST_PROGRAM][1]
+            program = self._programs[kind] = msgspec.msgpack.decode(body, type=Program)
+        first, last = 1 + program.inputs, 1 + program.inputs + len(program.outputs)
+        recorded = Command(program, command[1:first], command[first:last], command[last:], name or program.name)
+        recorded.line = self._line(controller, sequence) if name is not None else None
+        for index, value in enumerate(recorded.operands):
+            if type(value) is int and value in self.keys:
+                recorded.varying[index] = self.keys[value]
+        self.commands.append(recorded)
+
+    def _line(self, controller: Controller, sequence: int) -> Any:
+        """Who issued it, as (code, instruction); for an op of backward, who issued the forward op."""
+        line = controller.history.where(sequence)
+        forward = torch_internals.forward_of_backward()
+        if forward is not None:
+            return self._forward.get(forward, line)
+        self._forward[torch_internals.last_autograd_node()] = line
+        return line
+
+    def key(self, key: int) -> None:
+        """A random key was drawn. (Checkpointing draws the same ones again, from a state that it has kept.)"""
+        if key not in self.keys:
+            self.keys[key] = self.number(key)
+            self.items.append(Key(self.keys[key]))
+
+    def number(self, value: Any) -> int:
+        """The index of one more number that differs from call to call."""
+        self.numbers.append(value)
+        return len(self.numbers) - 1
+
+    def put(self, tensor: torch.Tensor, value: Value, spec: Spec) -> None:
+        """A plain tensor was sent."""
+        if not self.tape.is_known(tensor):
+            self.refuse("a plain tensor comes from where dtorch.compile cannot see (numpy memory, a C extension)")
+        controller = self.controller
+        with controller.lock:
+            program = controller.define(copying(mesh_id(spec.mesh)))
+            spare = Value(next_value_id())
+            self._pauses = True  # no part of what is recorded
+            controller.issue([program, value.id, spare.id])
+            self._pauses = False
+        put = self.puts[value.id] = Put(self.tape.node(tensor), spec, value.id, value, spare)
+        self.items.append(put)
+
+    def uncommitted(self, plain: torch.Tensor) -> None:
+        """An uncommitted tensor was made over ``plain``."""
+        if not self.tape.is_known(plain):
+            self.tape.fresh(plain)
+
+    def factory(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function that takes no tensor; what it makes may be one of ours."""
+        state = torch.get_rng_state()
+        result = func(*args, **kwargs)
+        if type(result) in PLAIN and self.section is None:
+            self.tape.made(func, args, kwargs, result, not torch.equal(state, torch.get_rng_state()))
+            self.items.append(self.tape.entries[-1])
+        return result
+
+    def plain_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op among plain tensors."""
+        before = len(self.tape.entries)
+        if self.section is not None:  # an optimizer's own, which runs as it is in every call
+            return func(*args, **kwargs)
+        result = self.tape.run(func, args, kwargs, lines.here())
+        self.items += self.tape.entries[before:]
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Sees calls of torch's functions before dispatch: those that read plain memory, and those of an optimizer's step."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if recorder.section is not None:
+            return recorder.section.call(func, args, kwargs)
+        tensors = tensors_in([*args, *kwargs.values()])
+        if any(type(tensor) not in PLAIN for tensor in tensors):
+            return func(*args, **kwargs)
+        if func in _LOOKS:
+            recorder.tape.looked_at(tensors[0], f"a plain tensor's values are read at {lines.here()}")
+            return func(*args, **kwargs)
+        if func.__name__ == "__set__":
+            recorder.refuse("an attribute of a plain tensor is set")
+        if func.__name__ == "__get__" and not isinstance(func(*args), torch.Tensor):
+            return func(*args)
+        if tensors:
+            return recorder.plain_op(func, args, kwargs)
+        return recorder.factory(func, args, kwargs)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
