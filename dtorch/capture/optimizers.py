@@ -19,11 +19,6 @@ from ..tensor import Tensor
 from .outside import grad_of
 from .plain import PLAIN, Mismatch
 
-#: Optimizers that do the same for every number of steps; the others' counts are kept, in case that a step does something else.
-STEADY = frozenset(
-    ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RMSprop", "ASGD"),
-)
-
 
 def is_number(value: Any) -> bool:
     return type(value) is float or type(value) is int
@@ -114,14 +109,12 @@ class Section:
         optimizer = self.optimizer
         if not _alike(self.settings, settings_of(optimizer)):
             raise Mismatch
-        counts = None
-        if type(optimizer).__name__ not in STEADY or not type(optimizer).__module__.startswith("torch.optim"):
-            counts = [
-                (tensor, tensor.clone())
-                for state in optimizer.state.values()
-                for tensor in state.values()
-                if type(tensor) in PLAIN
-            ]
+        counts = [
+            (tensor, tensor.clone())
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if type(tensor) in PLAIN
+        ]
         swapped = []
         for parameter, like in self.grads:
             grad = grad_of(parameter)
@@ -135,10 +128,6 @@ class Section:
             if again.at != len(self.calls):
                 raise Mismatch
         except Mismatch:
-            if counts is None:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} does something else than when dtorch.compile recorded it, after the same settings"
-                ) from None
             for tensor, before in counts:
                 tensor.copy_(before)
             raise

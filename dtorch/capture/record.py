@@ -253,7 +253,12 @@ class Recording:
                 self.rebound.append((index, self._handle(special.data_of(handle))))
         for place, (edge, child) in Outside([list(args), kwargs]).edges.items():
             known = self.given_before.edges.get(place, (edge, child))[1]
-            if isinstance(child, Tensor) and child is not known and place not in self.after.edges and edge.kind != "grad":
+            if (
+                isinstance(child, Tensor)
+                and child is not known
+                and place not in self.after.edges
+                and edge.kind != "grad"
+            ):
                 recorder.refuse("it puts tensors into a list or dict that it is given")
 
     def _with_fresh_constants(self, commands: list[Command]) -> list[Command]:

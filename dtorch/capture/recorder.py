@@ -96,7 +96,9 @@ class Recorder:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._mode.__exit__(kind, error, traceback)
         with self.controller.lock:
             self.controller.drain()

@@ -39,4 +39,4 @@ def test_planning_imports_no_client_engine_or_worker(path: Path) -> None:
 
 def test_imports_are_found() -> None:
     assert "placement.shard" in imported(PACKAGE / "sharding" / "attention.py")
-    assert "client.controller" in imported(PACKAGE / "observe" / "recording.py")
+    assert "client.lines" in imported(PACKAGE / "observe" / "recording.py")
