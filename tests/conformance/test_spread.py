@@ -101,6 +101,6 @@ def test_on_workers(processes: adapters.Adapter, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(known.load()))
 def test_known_failures_still_fail(simulation: adapters.Adapter, name: str) -> None:
-    grid = Grid(("2", "2x2"), VARIANTS, (*CHECKS, "inference"), 2, ("all",))
+    grid = Grid(("2", "2x2"), VARIANTS, (*CHECKS, "inference", "gradgrad"), 2, ("all",))
     found = [one for entry in databases.select((name,)) for one in entry.run(simulation, grid)]
     assert any(one.status in ("wrong", "raised") for one in found), f"{name} works now: take it out of known.toml"
