@@ -22,6 +22,7 @@ NAMES = (
     "first_print",
     "eager_add",
     "receivers",
+    "scaling",
     "plan_miss",
     "worker",
     "transfer",

@@ -1,20 +1,15 @@
 """Whether an op costs the client the same however many workers there are.
 
-A real channel, with receivers that only drain it: all of them in one other process, so that they do not fight for the cores.
+A real channel, with receivers that only drain it (`benchmarks/drain.py`).
 A batch is 64 commands of an eager op. The processor time of the sending thread is what Python
 waits for; that of the whole process includes ZeroMQ's own thread, which writes to each receiver.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 import time
 
-import zmq
-
-from dtorch.engine.channel import ClientChannel, WorkerChannel
-
+from .drain import drained
 from .measure import Row, ratio, rounds, row
 
 RECEIVERS = (1, 2, 8, 32)
@@ -37,13 +32,7 @@ def run() -> list[Row]:
 
 def _measure(count: int, clock: object) -> list[float]:
     """Seconds an op."""
-    with tempfile.TemporaryDirectory() as address:
-        channel = ClientChannel(address)
-        receiver = multiprocessing.get_context("spawn").Process(target=_drain, args=(address, count), daemon=True)
-        receiver.start()
-        for _ in range(count):
-            if not channel.subscribed(60.0):
-                raise RuntimeError("a receiver did not subscribe")
+    with drained(count) as channel:
         number = 0
 
         def send() -> None:
@@ -51,20 +40,5 @@ def _measure(count: int, clock: object) -> list[float]:
             channel.send(number, BATCH)
             number += 1
 
-        try:
-            seconds = rounds({"send": send}, calls=100, between=lambda: time.sleep(0.1), clock=clock)["send"]
-        finally:
-            receiver.kill()
-            receiver.join()
-            channel.close()
+        seconds = rounds({"send": send}, calls=100, between=lambda: time.sleep(0.1), clock=clock)["send"]
     return [one / len(BATCH) for one in seconds]
-
-
-def _drain(address: str, count: int) -> None:
-    channels = [WorkerChannel(address, 0) for _ in range(count)]
-    poller = zmq.Poller()
-    for channel in channels:
-        poller.register(channel._commands, zmq.POLLIN)
-    while True:
-        for socket, _ in poller.poll():
-            socket.recv(copy=False)
