@@ -231,25 +231,34 @@ COMMANDS = {
     for name in ("DEFINE", "MESH", "PUT", "GET", "DESCRIBE", "SYNC", "STATS", "IMPORT", "THREADS", "SHARDS")
 } | {protocol.DEFAULT_DTYPE: "default dtype", protocol.TRACE: "trace", protocol.FREE: "free"}
 
-#: What is timed on the client, and what to call it: a name, or a function of the arguments.
-_TIMED: tuple[tuple[Any, str, Any], ...] = (
-    (Tensor, "__torch_dispatch__", lambda cls, op, *_: op),
-    (Controller, "issue", _issue_name),
-    (Controller, "flush", "send"),
-    (Controller, "put", "put"),
-    (Controller, "get", "read"),
-    (TensorFuture, "wait", "wait"),
-    (attention, "_run", "scaled_dot_product_attention"),
-    (fresh, "make", lambda builder, name, *_: name),
-    (in_place, "run", lambda name, *_: name),
-    (redistribute, "move", lambda x, goal, why="redistribute": why),
-)
+
+def timed_functions() -> tuple[tuple[Any, str, Any], ...]:
+    """What is timed on the client, as attributes, and what to call it: a name, or a function of the arguments.
+
+    None of it runs the user's code, whose lines are told by what is called.
+    """
+    from ..capture.captured import Captured  # imported when first needed, as everywhere
+
+    return (
+        (Tensor, "__torch_dispatch__", lambda cls, op, *_: op),
+        (Controller, "issue", _issue_name),
+        (Controller, "flush", "send"),
+        (Controller, "put", "put"),
+        (Controller, "get", "read"),
+        (TensorFuture, "wait", "wait"),
+        (Captured, "run", lambda captured, *_: captured.name),
+        (attention, "_run", "scaled_dot_product_attention"),
+        (fresh, "make", lambda builder, name, *_: name),
+        (in_place, "run", lambda name, *_: name),
+        (redistribute, "move", lambda x, goal, why="redistribute": why),
+    )
+
 
 _originals: list[tuple[Any, str, Any]] = []
 
 
 def _look_on() -> None:
-    for owner, attribute, name in _TIMED:
+    for owner, attribute, name in timed_functions():
         original = vars(owner)[attribute]
         _originals.append((owner, attribute, original))
         if isinstance(original, classmethod):

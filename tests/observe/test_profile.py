@@ -100,6 +100,29 @@ def test_shifts_of_a_ring_and_transfers_between_meshes(file: Path) -> None:
     assert "transfer" in {s.name for s in trace.of(3, "communication")}
 
 
+def test_a_compiled_call_is_one_span_with_its_exchanges(file: Path) -> None:
+    x = placed(Shard(1))
+
+    @dtorch.compile
+    def rows(x: dtorch.Tensor) -> dtorch.Tensor:
+        return x.softmax(1).exp().sum(1)
+
+    rows(x)  # recorded
+    with dtorch.profile(file), dtorch.record() as r:
+        rows(x)
+    trace = Trace(file)
+    trace.check()
+    (call,) = [s for s in trace.of(CLIENT) if s.name.endswith("rows") and not s.name.startswith("issue")]
+    assert call.about["line"].endswith("rows(x)")
+    for worker in (1, 2):
+        (run,) = trace.of(worker, "program")
+        assert run.name == call.name
+        (gather,) = trace.of(worker, "communication")
+        assert gather.name == "all_gather"
+        assert gather.inside(run)
+    assert [op.name for op in r.ops] == [call.name]
+
+
 def test_workers_that_start_within(file: Path) -> None:
     with dtorch.profile(file):
         x = dtorch.ones(4, device_mesh=DeviceMesh("cpu", [5, 6]), placements=[Shard(0)])
@@ -148,7 +171,7 @@ def test_bad_calls(file: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_it(file: Path) -> None:
     """What is replaced to take times is put back, on the client and on the workers."""
-    before = {(owner, name): vars(owner)[name] for owner, name, _ in timing._TIMED}
+    before = {(owner, name): vars(owner)[name] for owner, name, _ in timing.timed_functions()}
     x = placed(Shard(0))
     with dtorch.profile(file):
         x + 1
