@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .client import runtime, torch_internals, watch
+from .errors import DTorchError
 
 #: Recordings of one function that are kept.
 RECORDINGS = 8
@@ -104,7 +105,13 @@ class Compiled:
                 f"{varying(self.function, [*self._keys, key])}"
             )
             return self.function(*args, **kwargs)
-        made = Recording(self.function, self._name, args, kwargs, arguments)
+        expected = None
+        if self.verify:
+            expected = next((known for known in self._found.get(key, ()) if known.matches(arguments.tensors)), None)
+        made = Recording(self.function, self._name, args, kwargs, arguments, keeps_constants=self.verify)
+        if expected is not None:
+            self._compare(expected, made)
+            return made.result
         with self._lock:
             if made.captured is not None:
                 self._keep(key, made.captured)
@@ -115,6 +122,17 @@ class Compiled:
                 if self._passing[key] >= PASSING:
                     self._give_up(key, made.passing)
         return made.result
+
+    def _compare(self, expected: Any, made: Any) -> None:
+        """Raise if a call that was recorded again did something else."""
+        found = made.refused or made.passing
+        if made.captured is not None:
+            found = expected.difference(made.captured)
+        if found is not None:
+            raise DTorchError(
+                f"dtorch.compile(verify=True): {self._name} does not do what was recorded, so it depends on Python state that is "
+                f"neither an argument nor a tensor: {found}"
+            )
 
     def _keep(self, key: Any, captured: Any) -> None:
         self._keys.append(key)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..client import aliasing, dispatch, runtime, special
+from ..client import aliasing, dispatch, lines, runtime, special
 from ..client.controller import AHEAD, Controller
 from ..client.interrupts import critical
 from ..client.values import Root, Value, next_value_id
 from ..program.compose import Segment
+from ..program.text import lines_of
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import plain
@@ -125,6 +127,13 @@ class Guards:
         return any(id >= newest for hooks in self._hooks for id in hooks)
 
 
+def annotated(segment: Segment) -> list[tuple[str, str]]:
+    """Each instruction of a program as text, with the user's line."""
+    return [
+        (text, lines.text(origin.line)) for text, origin in zip(lines_of(segment.program), segment.origins, strict=True)
+    ]
+
+
 class Captured:
     """The programs of one recorded call."""
 
@@ -149,6 +158,8 @@ class Captured:
         #: Where the inputs of each segment are: in handles, then constants, then puts, then values made by earlier segments.
         self.sources: list[list[int]] = []
         self.constants: list[Value] = []
+        #: What the constants are, where every call is verified.
+        self.sent: list[torch.Tensor] = []
         self.puts: list[int] = []
         #: For each value that the programs make: the handle whose memory it has, or a number that those with the same memory share.
         self.made: list[tuple[int | None, int | None]] = []
@@ -267,6 +278,41 @@ class Captured:
             else:
                 outputs.append(dispatch.wrap(output.spec, value))
         return outputs
+
+    def matches(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether `run` would be used for a call with these tensors, as far as can be told without running anything."""
+        try:
+            self.handles(tensors, self.guards.find())
+        except Mismatch:
+            return False
+        return True
+
+    def difference(self, other: Captured) -> str | None:
+        """The first line of the user's where ``other`` does something else; None if it does the same."""
+        here = [line for segment in self.segments for line in annotated(segment)]
+        there = [line for segment in other.segments for line in annotated(segment)]
+        for one, two in itertools.zip_longest(here, there, fillvalue=("nothing", "")):
+            if one[0] != two[0]:
+                return f"{two[1] or one[1]}\n  recorded: {one[0]}\n  now:      {two[0]}"
+        for one, two in zip(self.sent, other.sent, strict=False):
+            if one.shape != two.shape or not torch.equal(one, two):
+                return f"a constant made on the client\n  recorded: {one}\n  now:      {two}"
+        return None
+
+    def __str__(self) -> str:
+        text = [f"{self.name}: {self.instructions} instructions"]
+        if self.gradient is not None:
+            text[0] += f"; {len(self.gradient.backwards)} backward programs"
+        for index, spec in enumerate(self.specs):
+            where = f"argument {self.leaves[index]}" if index < len(self.leaves) else "from outside"
+            text.append(f"  input {index}: {tuple(spec.shape)} {spec.dtype} {spec.placements}, {where}")
+        for segment in self.segments:
+            text.append(f"program on mesh {segment.program.mesh}, %0 to %{segment.program.inputs - 1} given:")
+            rows = annotated(segment)
+            width = min(90, max((len(row) for row, _ in rows), default=0))
+            text += [f"  {row.ljust(width)}  # {line}" if line else f"  {row}" for row, line in rows]
+            text.append(f"  return {', '.join(f'%{slot}' for slot in segment.program.outputs)}")
+        return "\n".join(text)
 
     def pace(self, controller: Controller) -> None:
         """Keep the client from running too far ahead: one command is as many instructions here."""

@@ -198,7 +198,7 @@ def differentiate(
     for way in ways:
         specs = [_gradient_spec(handles[outputs[i]]._spec) for i in way]
         given = [fresh.filled(spec, 1) for spec in specs]
-        recorder = Recorder()
+        recorder = Recorder(forward)
         with _without_hooks(targets), recorder:
             grads = list(
                 torch.autograd.grad(

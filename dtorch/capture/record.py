@@ -27,7 +27,17 @@ from .results import maker_of
 class Recording:
     """One call, recorded. ``captured`` is None where ``refused`` says why it cannot be used again, or ``passing`` why not yet."""
 
-    def __init__(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        args: Any,
+        kwargs: Any,
+        arguments: Arguments,
+        *,
+        keeps_constants: bool = False,
+    ) -> None:
+        self._keeps_constants = keeps_constants
         self.name = name
         self.arguments = arguments
         self.roots = [function, *arguments.objects]
@@ -337,6 +347,8 @@ class Recording:
         self.pool = {**sources, **{put: sources[copy] for put, copy in self.fresh.items() if copy in sources}}
         captured.sources = [[sources[v] for v in segment.inputs] for segment in segments]
         captured.constants = [put.spare if put.id in self.fresh else put.value for put in constants]
+        if self._keeps_constants:
+            captured.sent = [put.node.tensor for put in constants]
         captured.puts = [put.id for put in puts]
         self.needed += [put.node for put in puts]
         self._describe_outputs(captured, inner, bases)

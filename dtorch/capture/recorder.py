@@ -65,9 +65,10 @@ class Put:
 
 
 class Recorder:
-    """Takes the commands of this thread while it is entered."""
+    """Takes the commands of this thread while it is entered. ``forward``: the recorder of the call whose backward this is."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Recorder | None = None) -> None:
+        self._forward_recorder = forward
         self.controller: Controller = runtime.controller()
         #: Values from here on are made while recording.
         self.floor = next_value_id()
@@ -108,7 +109,7 @@ class Recorder:
         """It cannot be captured; the first reason counts."""
         if self.refused is None:
             line = lines.here()
-            self.refused = reason + (f", at {line}" if line else "")
+            self.refused = reason if not line or ", at " in reason else f"{reason}, at {line}"
 
     def once(self, reason: str) -> None:
         """This call's recording is of no use to a later one, but the next call's may be."""
@@ -164,8 +165,12 @@ class Recorder:
 
     def put(self, tensor: torch.Tensor, value: Value, spec: Spec) -> None:
         """A plain tensor was sent."""
+        owner = self
         if not self.tape.is_known(tensor):
-            self.refuse("a plain tensor comes from where dtorch.compile cannot see (numpy memory, a C extension)")
+            if self._forward_recorder is not None and self._forward_recorder.tape.is_known(tensor):
+                owner = self._forward_recorder
+            else:
+                self.refuse("a plain tensor comes from where dtorch.compile cannot see (numpy memory, a C extension)")
         controller = self.controller
         with controller.lock:
             program = controller.define(copying(mesh_id(spec.mesh)))
@@ -173,8 +178,8 @@ class Recorder:
             self._pauses = True  # no part of what is recorded
             controller.issue([program, value.id, spare.id])
             self._pauses = False
-        put = self.puts[value.id] = Put(self.tape.node(tensor), spec, value.id, value, spare)
-        self.items.append(put)
+        put = owner.puts[value.id] = Put(owner.tape.node(tensor), spec, value.id, value, spare)
+        owner.items.append(put)
 
     def uncommitted(self, plain: torch.Tensor) -> None:
         """An uncommitted tensor was made over ``plain``."""

@@ -1,0 +1,138 @@
+"""What `dtorch.compile` leaves the client to do: a step is checked, and one message sent.
+
+The client's time a call is the time until it returns; the workers then finish, untimed. The checks are those of a model of 300 parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dtorch
+
+from .measure import Row, ratio, rounds, row
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "llama"))
+
+MESH = dtorch.DeviceMesh("cpu", [0, 1], ("tp",))
+
+
+def _contestants(name: str, eager: Any, captured: Any, calls: int = 3) -> list[Row]:
+    for function in (eager, captured, captured, captured):
+        function()
+    seconds = rounds({"eager": eager, "captured": captured}, calls=calls, repeat=15, between=dtorch.synchronize)
+    return [
+        row(f"{name}, op by op", seconds["eager"]),
+        row(f"{name}, captured", seconds["captured"]),
+        ratio(f"{name}, op by op over captured", seconds["eager"], seconds["captured"], "at least 20"),
+    ]
+
+
+def _llama() -> list[Row]:
+    from model import Config, Llama
+
+    model = Llama(Config(), MESH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    tokens = torch.randint(64, (4, 9))
+    ids, targets = (dtorch.from_torch(t, MESH) for t in (tokens[:, :-1], tokens[:, 1:]))
+
+    def train(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(model(ids).transpose(1, 2), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = dtorch.compile(train)
+    rows = _contestants("Llama example, a training step", lambda: train(ids, targets), lambda: step(ids, targets))
+    forward = dtorch.compile(model)
+    one = ids[:, :1]
+    with torch.no_grad():
+        rows += _contestants("Llama example, one token forward", lambda: model(one), lambda: forward(one))
+    return rows
+
+
+def _hugging_face() -> list[Row]:
+    try:
+        import transformers
+    except ImportError:
+        return []
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = dtorch.distribute_module(transformers.LlamaForCausalLM(config).eval(), MESH, "auto")
+    ids = dtorch.from_torch(torch.randint(64, (1, 8)), MESH)
+    compiled = dtorch.compile(model)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(input_ids=ids, use_cache=False)
+        seconds = rounds(
+            {"captured": lambda: compiled(input_ids=ids, use_cache=False)}, calls=10, between=dtorch.synchronize
+        )
+    return [row("Hugging Face Llama forward, captured", seconds["captured"], bound="at most 100")]
+
+
+def _guards() -> list[Row]:
+    layers = [torch.nn.Linear(2, 2) for _ in range(150)]
+    model = dtorch.distribute_module(torch.nn.Sequential(*layers), MESH, {})
+    compiled = dtorch.compile(model)
+    x = dtorch.ones(2, 2, device_mesh=MESH)
+    with torch.no_grad():
+        compiled(x)
+        captured = compiled.program
+
+        def check() -> None:
+            captured.matches([x])
+
+        seconds = rounds({"check": check}, calls=50)
+    return [row("checks of 300 parameters", seconds["check"], bound="at most 20")]
+
+
+def _workers() -> list[Row]:
+    """Seconds of a worker for each of many tiny adds in one program, beside plain torch's own."""
+    count = 2000
+    one = dtorch.DeviceMesh("cpu", [0])
+    x = dtorch.ones(4, device_mesh=one)
+
+    def many(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(count):
+            x = x + x
+        return x
+
+    compiled = dtorch.compile(many)
+    plain = torch.ones(4)
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(x)
+        dtorch.synchronize()
+        found, bare = [], []
+        for _ in range(15):
+            start = time.perf_counter()
+            compiled(x)
+            dtorch.synchronize()
+            found.append((time.perf_counter() - start) / count)
+            start = time.perf_counter()
+            many(plain)
+            bare.append((time.perf_counter() - start) / count)
+    over = [a - b for a, b in zip(found, bare, strict=True)]
+    return [
+        row("worker, an instruction of a captured program", found),
+        row("the same in plain torch", bare),
+        row("worker, over plain torch", over, bound="at most 0.7"),
+    ]
+
+
+def run() -> list[Row]:
+    torch.set_num_threads(1)
+    rows = [*_llama(), *_hugging_face(), *_guards(), *_workers()]
+    dtorch.shutdown()
+    return rows

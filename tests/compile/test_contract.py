@@ -1,0 +1,218 @@
+"""What is recorded when, what is not, and what people are told."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dtorch
+from dtorch import Shard
+
+from .same import MESH, captured, close, placed, runs
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+X = torch.arange(12.0).reshape(3, 4) / 7
+W = torch.arange(16.0).reshape(4, 4) / 5 - 1
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def silently(function: Any, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args)
+
+
+def test_a_value_read_inside() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 10:
+            return x - 1
+        return x + 1
+
+    compiled = dtorch.compile(function)
+    with pytest.warns(UserWarning, match=r"op by op: a value is read, at .*test_contract.py:\d+: if x.sum\(\) > 10"):
+        close(compiled(placed(X)), function(X))
+    for step in range(3):
+        close(silently(compiled, placed(X + step)), function(X + step))
+
+
+def test_data_dependent_shapes() -> None:
+    compiled = dtorch.compile(lambda x: x[x > 0.5])
+    with pytest.warns(UserWarning, match="a shape depends on values"):
+        close(compiled(placed(X)), X[X > 0.5])
+    close(silently(compiled, placed(X + 1)), (X + 1)[X + 1 > 0.5])
+
+
+def test_values_of_plain_tensors_decide() -> None:
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + 1 if mask.all() else x * mask
+
+    compiled = dtorch.compile(function)
+    for mask in (torch.ones(4), torch.tensor([1.0, 0, 1, 0]), torch.ones(4), torch.tensor([0.0, 0, 1, 1])):
+        close(silently(compiled, placed(X), mask), function(X, mask))
+    _, count = runs(compiled, placed(X), torch.ones(4))
+    assert count == 1
+
+    def by_list(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:n] for n in lengths.tolist()])
+
+    compiled = dtorch.compile(by_list)
+    with pytest.warns(UserWarning, match="a plain tensor's values are read"):
+        close(compiled(placed(X), torch.tensor([1, 2])), torch.cat([X[:1], X[:2]]))
+    close(silently(compiled, placed(X), torch.tensor([3, 1])), torch.cat([X, X[:1]]))
+
+
+def test_what_dtorch_cannot_see() -> None:
+    array = np.ones(4, dtype=np.float32)
+    compiled = dtorch.compile(lambda x: x + torch.from_numpy(array))
+    with pytest.warns(UserWarning, match="numpy memory"):
+        close(compiled(placed(X)), X + 1)
+    array[:] = 5
+    close(silently(compiled, placed(X)), X + 5)
+
+    class Hidden:
+        __slots__ = ("_get",)
+
+        def __init__(self, tensor: Any) -> None:
+            self._get = iter([tensor] * 5).__next__
+
+    hidden = Hidden(placed(torch.ones(4)))
+    compiled = dtorch.compile(lambda x: x + hidden._get())
+    with pytest.warns(UserWarning, match=r"where dtorch.compile cannot see at .*hidden._get\(\)"):
+        close(compiled(placed(X)), X + 1)
+    seen = iter(range(100))
+    kept: dict[int, Any] = {}
+    compiled = dtorch.compile(lambda x: kept.setdefault(next(seen), x * 2) + 1)
+    with pytest.warns(UserWarning, match="recorded 8 times.*what it reads from outside"):  # noqa: PT031
+        for step in range(10):
+            close(compiled(placed(X + step)), (X + step) * 2 + 1)
+    for step in range(10):
+        close(kept[step], (X + step) * 2)
+
+
+def test_a_list_that_grows() -> None:
+    seen: list[Any] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x + 1)
+        return x * 2
+
+    compiled = dtorch.compile(function)
+    with pytest.warns(UserWarning, match="appends them to lists"):  # noqa: PT031
+        for step in range(5):
+            close(compiled(placed(X + step)), (X + step) * 2)
+    for step in range(5):
+        close(seen[step], X + step + 1)
+
+
+def test_the_ninth_recording() -> None:
+    compiled = dtorch.compile(lambda x, scale: x * scale)
+    for scale in range(8):
+        close(silently(compiled, placed(X), scale), X * scale)
+    with pytest.warns(UserWarning, match=r"recorded 8 times.*what varies is argument 'scale' \(0, 1, 2, …\)"):
+        close(compiled(placed(X), 100), X * 100)
+    close(silently(compiled, placed(X), 200), X * 200)
+    close(captured(compiled, placed(X), 3), X * 3)
+
+
+def test_verify() -> None:
+    state = {"scale": 2}
+    compiled = dtorch.compile(lambda x: (x + 1).relu() * state["scale"], verify=True)
+    for _ in range(3):
+        close(compiled(placed(X)), (X + 1) * 2)
+    state["scale"] = 3
+    with pytest.raises(dtorch.errors.DTorchError, match=r"(?s)neither an argument.*test_contract.py.*state\[.scale.\]"):
+        compiled(placed(X))
+    table = [1.0, 2, 3, 4]
+    compiled = dtorch.compile(lambda x: x + torch.tensor(table, device=x.device), verify=True)
+    compiled(placed(X))
+    compiled(placed(X))
+    table[0] = 9
+    with pytest.raises(dtorch.errors.DTorchError, match="a constant made on the client"):
+        compiled(placed(X))
+
+
+def test_two_threads() -> None:
+    w = placed(W, Shard(1))
+    compiled = dtorch.compile(lambda x: (x @ w).relu().sum(0))
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        with torch.no_grad():
+            for step in range(20):
+                x = X + number * 100 + step
+                found = compiled(placed(x)).to_torch()
+                if not torch.allclose(found, (x @ W).relu().sum(0)):
+                    wrong.append((number, step))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_print() -> None:
+    w = placed(W, Shard(0))
+    compiled = dtorch.compile(lambda x: (x @ w).softmax(-1))
+    compiled(placed(X))
+    text = str(compiled.program)
+    assert "aten.mm.default(%" in text
+    assert "redistribute(%" in text
+    assert "[Partial(sum)] → [Shard(dim=0)]" in text or "→ [Replicate()]" in text
+    assert "test_contract.py" in text
+
+
+def test_nothing_is_left_on_the_workers() -> None:
+    compiled = dtorch.compile(lambda x: ((x + 1) * 2, (x - 1).exp())[1])
+    x = placed(X)
+    compiled(x)
+    compiled(x)
+    dtorch.synchronize()
+    before = dtorch.memory_stats()
+    for _ in range(20):
+        compiled(x)
+    dtorch.synchronize()
+    assert all(found["live"] <= before[device]["live"] for device, found in dtorch.memory_stats().items())
+
+
+def test_after_another_cluster() -> None:
+    compiled = dtorch.compile(lambda x: x + 1)
+    compiled(placed(X))
+    dtorch.shutdown()
+    dtorch.init(engine="simulate")
+    for _ in range(2):
+        close(compiled(placed(X)), X + 1)
+
+
+def test_an_error_on_a_worker_names_the_call() -> None:
+    compiled = dtorch.compile(lambda x, i: torch.embedding(x, i) * 2)
+    good = placed(torch.tensor([0, 1]))
+    compiled(placed(X), good)
+    bad = compiled(placed(X), placed(torch.tensor([0, 99])))
+    with pytest.raises(dtorch.errors.RemoteError, match=r"index out of range"):
+        bad.to_torch()
+    close(compiled(placed(X), good), X[:2] * 2)
+
+
+def test_deep_copies_of_modules_are_others() -> None:
+    model = dtorch.distribute_module(torch.nn.Linear(4, 4), MESH, {})
+    other = copy.deepcopy(model)
+    other.weight.mul_(3)
+    compiled = dtorch.compile(lambda m, x: m(x))
+    for _ in range(2):
+        for module in (model, other):
+            found = compiled(module, placed(X))
+            close(found, X @ module.weight.to_torch().T + module.bias.to_torch())
