@@ -29,6 +29,7 @@ NAMES = (
     "collectives",
     "pipeline",
     "two_meshes",
+    "compiled",
 )
 RESULTS = Path(__file__).with_name("results.md")
 
