@@ -11,7 +11,7 @@ import torch
 
 from .client import fresh, host, random_ops, runtime
 from .mesh import DeviceMesh
-from .placement import Placement, settled
+from .placement import Placement, boxed, settled
 from .placing import moved, place, tensor, where_to, where_told
 from .sharding.spec import Spec, intern_mesh
 from .tensor import Tensor
@@ -99,7 +99,7 @@ def _factory(name: str) -> Any:
         where = where_to(name, shaped.ndim, device, device_mesh, placements)
         if where is not None:
             mesh, placed = where
-            whole = settled(placed)
+            whole = boxed(placed) if name in RANDOM_FILLS else settled(placed)
             spec = Spec.of(intern_mesh(mesh), whole, shaped.shape, None, shaped.dtype)
             made = FILLS[name](spec, args, kwargs) if fill is None else fill(spec, args, kwargs)
             if whole != placed:

@@ -110,9 +110,54 @@ class Partial(_c.Partial):
         return partial, (self.reduce_op,)
 
 
+class PackedShard(_c.StridedShard):
+    """Tensor dim ``dim`` packs ``parts`` equal blocks side by side, and the mesh axis splits each as `Shard` would.
+
+    For weights that are several matrices in one, as ``gate_up_proj`` is: a device holds the same rows of each matrix, one block
+    after the other, and what it computes of them can be taken apart where it is. Parts times the devices of the axis must divide the
+    dim, which no other axis may split. What upstream calls ``_StridedShard(dim, split_factor=parts)``.
+
+    Raises:
+        TypeError: ``dim`` or ``parts`` is not an int.
+        ValueError: fewer than two parts, which is a `Shard`.
+
+    Example::
+
+        >>> PackedShard(0, 2)
+        PackedShard(dim=0, parts=2)
+    """
+
+    def __init__(self, dim: int, parts: int) -> None:
+        for name, value in (("dim", dim), ("parts", parts)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"PackedShard(): argument {name!r} must be int, not {type(value).__name__}")
+        if parts < 2:
+            raise ValueError(f"PackedShard(): parts must be at least 2, got {parts}; one part is Shard({dim})")
+        super().__init__(dim, split_factor=parts)
+
+    @property
+    def parts(self) -> int:
+        return self.split_factor
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (is_packed(other) and (other.dim, other.parts) == (self.dim, self.parts))  # type: ignore[arg-type, attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.parts))
+
+    def __repr__(self) -> str:
+        return f"PackedShard(dim={self.dim}, parts={self.parts})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple:
+        return PackedShard, (self.dim, self.parts)
+
+
 REPLICATE = Replicate()
 PARTIAL = Partial()
 _SHARDS: dict[int, Shard] = {}
+_PACKED: dict[tuple[int, int], PackedShard] = {}
 _PARTIALS: dict[str, Partial] = {"sum": PARTIAL}
 for _op in REDUCE_OPS[1:]:
     _PARTIALS[_op] = Partial.__new__(Partial)
@@ -127,20 +172,47 @@ def shard(dim: int) -> Shard:
     return found
 
 
+def packed(dim: int, parts: int) -> PackedShard:
+    """The one `PackedShard` of a non-negative ``dim`` and ``parts``."""
+    found = _PACKED.get((dim, parts))
+    if found is None:
+        found = _PACKED[dim, parts] = PackedShard(dim, parts)
+    return found
+
+
 def partial(reduce_op: str = "sum") -> Partial:
     """The one `Partial` of ``reduce_op``; all but ``sum`` stay inside a plan."""
     return _PARTIALS[reduce_op]
 
 
+_OWN = frozenset({Shard, Replicate, Partial, PackedShard})
+
+
 # By type first: the C++ classes' own `isinstance` runs Python (0.5 us, torch 2.13), and planning asks a hundred times.
 def is_shard(placement: Placement) -> bool:
     kind = type(placement)
-    return kind is Shard or (kind is not Replicate and kind is not Partial and isinstance(placement, _c.Shard))
+    return kind is Shard or (kind not in _OWN and isinstance(placement, _c.Shard))
 
 
 def is_partial(placement: Placement) -> bool:
     kind = type(placement)
-    return kind is Partial or (kind is not Replicate and kind is not Shard and isinstance(placement, _c.Partial))
+    return kind is Partial or (kind not in _OWN and isinstance(placement, _c.Partial))
+
+
+def is_packed(placement: Placement) -> bool:
+    return type(placement) is PackedShard
+
+
+def is_split(placement: Placement) -> bool:
+    """Whether devices hold different parts of a dim: sharded, as a whole or packed."""
+    return is_packed(placement) or is_shard(placement)
+
+
+def along(placement: Placement, dim: int) -> Placement:
+    """The same way of splitting another dim; what splits none is as it was."""
+    if is_packed(placement):
+        return packed(dim, placement.parts)  # type: ignore[attr-defined]
+    return shard(dim) if is_shard(placement) else placement
 
 
 class PlacementList(tuple):
@@ -177,9 +249,11 @@ def normalize(placements: Sequence[Placement], mesh_ndim: int, tensor_ndim: int)
         )
     out: list[Placement] = []
     for placement in placements:
-        if type(placement) is _c.StridedShard or type(placement).__name__ == "_StridedShard":
+        if not is_packed(placement) and (
+            isinstance(placement, _c.StridedShard) or type(placement).__name__ == "_StridedShard"
+        ):
             raise ValueError(f"placements: {placement!r} is not supported; use Shard(dim)")
-        if isinstance(placement, _c.Shard):
+        if isinstance(placement, (_c.Shard, PackedShard)):
             dim = placement.dim
             if tensor_ndim == 0:
                 raise ValueError(f"placements: {placement!r} cannot split a 0-d tensor; use Replicate() or Partial()")
@@ -188,7 +262,7 @@ def normalize(placements: Sequence[Placement], mesh_ndim: int, tensor_ndim: int)
                     f"placements: {placement!r} is out of range for a {tensor_ndim}-d tensor "
                     f"(expected a dim in [{-tensor_ndim}, {tensor_ndim - 1}])"
                 )
-            out.append(shard(dim % tensor_ndim))
+            out.append(along(placement, dim % tensor_ndim))
         elif isinstance(placement, _c.Replicate):
             out.append(REPLICATE)
         elif isinstance(placement, _c.Partial):
@@ -205,13 +279,31 @@ def settled(placements: Iterable[Placement]) -> PlacementList:
     return PlacementList(REPLICATE if is_partial(p) else p for p in placements)
 
 
+def boxed(placements: Iterable[Placement]) -> PlacementList:
+    """``placements`` with pending sums completed and packed dims whole: then what a device holds is one box of the tensor."""
+    return PlacementList(REPLICATE if is_partial(p) or is_packed(p) else p for p in placements)
+
+
 def encode(placements: Sequence[Placement]) -> list[int | str]:
-    """Placements in a form that fits msgpack: a shard's dim, -1 for a replica, or the name of a pending reduction."""
-    return [p.dim if is_shard(p) else p.reduce_op if is_partial(p) else -1 for p in placements]  # type: ignore[attr-defined]
+    """Placements in a form that fits msgpack: a shard's dim, -1 for a replica, the name of a pending reduction, ``dim/parts`` if packed."""
+    return [_code(p) for p in placements]
+
+
+def _code(placement: Placement) -> int | str:
+    if is_shard(placement):
+        return placement.dim  # type: ignore[attr-defined]
+    if is_packed(placement):
+        return f"{placement.dim}/{placement.parts}"  # type: ignore[attr-defined]
+    return placement.reduce_op if is_partial(placement) else -1  # type: ignore[attr-defined]
 
 
 def decode(codes: Sequence[int | str]) -> PlacementList:
     """The inverse of `encode`."""
-    return PlacementList(
-        partial(code) if isinstance(code, str) else REPLICATE if code < 0 else shard(code) for code in codes
-    )
+    return PlacementList(map(_decoded, codes))
+
+
+def _decoded(code: int | str) -> Placement:
+    if isinstance(code, int):
+        return REPLICATE if code < 0 else shard(code)
+    dim, _, parts = code.partition("/")
+    return packed(int(dim), int(parts)) if parts else partial(code)

@@ -270,6 +270,10 @@ def execute(
     if several and aliasing.interfere(plan, tensors):
         _one_by_one(info, args, kwargs)
         return None
+    if type(plan) is Choice:
+        whole = kept.summed_before(plan, tensors, controller)
+        if whole is not None:
+            return call(info, *_with_tensors(args, kwargs, whole))
     if plan.moves:
         tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
     if type(plan) is Choice:

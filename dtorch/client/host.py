@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList, is_shard, shard
+from ..placement import REPLICATE, PlacementList, along, boxed, is_packed, is_split
 from ..sharding.plan import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
@@ -229,10 +229,13 @@ def _tell_leaf(tensor: Tensor) -> None:
 
 def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList | None = None) -> Tensor:
     """A placed tensor with the values a plain one has now."""
-    from . import dispatch, runtime
+    from . import dispatch, redistribute, runtime
 
     check_dense(tensor)
     mesh = intern_mesh(mesh)
+    if placements is not None and any(map(is_packed, placements)):
+        made = from_plain(tensor, mesh, boxed(placements))
+        return redistribute.move(made, made._spec.with_placements(placements), "place")
     with torch.no_grad():
         plain = tensor.detach()
         if plain.device.type != "cpu":
@@ -250,7 +253,7 @@ def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList
 
 def permuted(placements: PlacementList, order: list[int]) -> PlacementList:
     """The placements of ``x.permute(order)``."""
-    return PlacementList(shard(order.index(p.dim)) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+    return PlacementList(along(p, order.index(p.dim)) if is_split(p) else p for p in placements)  # type: ignore[attr-defined]
 
 
 def turned(made: Tensor, order: list[int]) -> Tensor:

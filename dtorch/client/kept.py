@@ -12,7 +12,7 @@ import math
 import weakref
 from typing import Any
 
-from ..placement import is_partial, is_shard
+from ..placement import is_partial, is_split, settled
 from ..sharding.plan import Choice
 from ..sharding.spec import Spec
 from . import redistribute, runtime, watch
@@ -70,8 +70,31 @@ _summed, _gathered = Copies(math.inf), Copies(AGE)
 
 def local_bytes(spec: Spec) -> int:
     """What a device holds of a tensor, about."""
-    pieces = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if is_shard(placement))
+    pieces = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if is_split(placement))
     return spec.nbytes // math.prod(pieces)
+
+
+def summed_before(choice: Choice, tensors: list[Any], controller: Controller) -> list[Any] | None:
+    """The tensors with pending sums that ``choice`` leaves pending replaced by their kept copies that are completed; None if there is none.
+
+    A residual, whose sum a norm has needed: left pending, because that moves nothing now, it would have to be summed once more.
+    """
+    from .dispatch import wrap
+
+    found = list(tensors)
+    for index, (tensor, placements) in enumerate(zip(tensors, choice.decision.inputs, strict=True)):
+        spec, value = tensor._spec, tensor._value
+        if not spec.has_partial or not value.kept or value.kept is COPY or placements != spec.placements:
+            continue
+        goal = spec.with_placements(settled(spec.placements))
+        with controller.lock:
+            copy, generation = value.kept.get(goal, (None, None))
+            recorder = watch.recorder()
+            made_before = recorder is not None and copy is not None and copy.id < recorder.floor
+            if copy is not None and generation == value.root.generation and not made_before:
+                _summed.used((value.id, goal), controller.sequence)
+                found[index] = wrap(goal, copy)
+    return None if all(new is old for new, old in zip(found, tensors, strict=True)) else found
 
 
 def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller) -> list[Any] | None:
@@ -85,7 +108,7 @@ def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller
         spec, value = tensor._spec, tensor._value
         if value.kept is COPY or getattr(tensor, "_is_param", False) or newest - value.root.born > YOUNG:
             continue
-        if any(a != b and (is_partial(a) or is_shard(a)) for a, b in zip(spec.placements, placements, strict=True)):
+        if any(a != b and (is_partial(a) or is_split(a)) for a, b in zip(spec.placements, placements, strict=True)):
             found[index] = _copy(tensor, spec.with_placements(placements), why, controller)
     return None if all(new is old for new, old in zip(found, tensors, strict=True)) else found
 

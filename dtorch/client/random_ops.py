@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..placement import settled
+from ..placement import boxed
 from ..program.ir import Local
 from ..sharding import shapes
 from ..sharding.plan import ArgWriter, Builder, stride_order
@@ -104,14 +104,14 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Made contiguous in the order of memory that the result will have, then turned.
         order = stride_order(tuple(spec.shape), _like_stride(spec, kwargs))
         shape = [spec.shape[dim] for dim in order]
-        made = generate(fill, bounds, Spec.of(mesh, host.permuted(settled(spec.placements), order), shape, None, dtype))
+        made = generate(fill, bounds, Spec.of(mesh, host.permuted(boxed(spec.placements), order), shape, None, dtype))
         return host.turned(made, order)
     names = INTEGER_FILLS.get(info.op) or [n for n, _ in FILLS[info.op][1]]
     values = {a.name: info.value_of(a, args, kwargs) for a in info.arguments}
     spec = target._spec
     _check(info.op, values, spec.dtype)
     source = generate(
-        info.op, [values.get(n) if n else None for n in names], spec.with_placements(settled(spec.placements))
+        info.op, [values.get(n) if n else None for n in names], spec.with_placements(boxed(spec.placements))
     )
     aten.copy_.default(target, source)
     return target
@@ -177,12 +177,12 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     named = [fetch(info.arguments[i].name, a) for i, a in enumerate(args)]
     result = info.op(*named, **{name: fetch(name, v) for name, v in kwargs.items() if name != "device"})
     for tensor, plain in writes:
-        aten.copy_.default(tensor, host.from_plain(plain, mesh, settled(tensor._spec.placements)))
+        aten.copy_.default(tensor, host.from_plain(plain, mesh, boxed(tensor._spec.placements)))
     if info.returned_inputs:
         return args[0]
 
     def place(value: Any) -> Any:
-        placements = settled(like.placements) if tuple(value.shape) == tuple(like.shape) else None
+        placements = boxed(like.placements) if tuple(value.shape) == tuple(like.shape) else None
         return host.from_plain(value, mesh, placements)
 
     return place(result) if isinstance(result, torch.Tensor) else tuple(place(r) for r in result)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import Placement, PlacementList, is_shard, normalize, settled, shard
+from ..placement import Placement, PlacementList, along, boxed, is_split, normalize, settled
 from ..sharding.plan import Builder
 from ..sharding.spec import Spec, intern_mesh
 from . import torch_internals
@@ -61,7 +61,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, target: int) -> tuple[torch.Tensor, int]:
         mesh, placements = _TARGETS[target]
-        moved = PlacementList(shard(p.dim + 1) if is_shard(p) else p for p in placements)  # type: ignore[attr-defined]
+        moved = PlacementList(along(p, p.dim + 1) if is_split(p) else p for p in placements)  # type: ignore[attr-defined]
         return apply(x.movedim(in_dims[0], 0), target_number(mesh, moved)), 0
 
 
@@ -102,6 +102,10 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
     from . import aliasing, dispatch, runtime
 
     spec = x._spec
+    if spec.mesh is not goal.mesh and (spec.has_packed or goal.has_packed):  # between meshes go boxes
+        inner = x if not spec.has_packed else move(x, spec.with_placements(boxed(spec.placements)), why)
+        there = move(inner, goal.with_placements(boxed(goal.placements)) if goal.has_packed else goal, why)
+        return move(there, goal, why) if goal.has_packed else there
     controller = runtime.controller()
     if x._value.id < controller.floor:
         raise controller.foreign()

@@ -12,7 +12,7 @@ from ..sharding import checks
 from ..sharding.plan import stride_order
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import attention, host, packed, random_ops, redistribute, torch_internals
+from . import attention, host, packed, packed_shards, random_ops, redistribute, torch_internals
 
 aten = torch.ops.aten
 
@@ -398,6 +398,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.to_mkldnn.default: refuse_sparse,
     aten._pack_padded_sequence.default: packed.pack,
     aten._pack_padded_sequence_backward.default: packed.pack_backward,
+    aten.cat.default: packed_shards.cat,
     aten.quantize_per_tensor.default: refuse_quantised,
     aten.quantize_per_tensor.tensor_qparams: refuse_quantised,
     aten.quantize_per_tensor.tensors: refuse_quantised,

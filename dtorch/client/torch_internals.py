@@ -337,6 +337,12 @@ def forward_of_backward() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def is_backward_of(op: str) -> bool:
+    """Whether the backward running in this thread is that of an op whose name, in torch's own spelling, begins with ``op``."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith(op)
+
+
 #: A context in which autograd's own kernels are passed over: torch's kernel of an op that we override.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

@@ -8,7 +8,7 @@ import torch
 
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
-from ..placement import decode, encode, settled
+from ..placement import boxed, decode, encode, settled
 from ..tensor import Tensor
 from . import aliasing, host, redistribute, runtime, torch_internals
 
@@ -23,8 +23,8 @@ def fetch(tensor: Tensor) -> TensorFuture:
         return future
     # Past torch's dispatcher: the first op of a subclass that it sees makes it import torch.distributed.tensor (2.13), half a second.
     spec = tensor._spec
-    if spec.has_partial:
-        tensor = redistribute.move(tensor, spec.with_placements(settled(spec.placements)), "read")
+    if spec.has_partial or spec.has_packed:
+        tensor = redistribute.move(tensor, spec.with_placements(boxed(spec.placements)), "read")
     controller = runtime.controller()
     with controller.lock:
         aliasing.refresh(controller, tensor._value)

@@ -13,7 +13,7 @@ import torch
 
 from ..client import fresh, in_place, runtime
 from ..mesh import DeviceMesh
-from ..placement import PARTIAL, PlacementList, settled
+from ..placement import PARTIAL, PlacementList, boxed, is_packed, shard
 from ..sharding.spec import Spec, intern_mesh
 from ..tensor import Tensor
 from ..worker.functions_files import mapped, opened
@@ -124,6 +124,13 @@ def read(pairs: Sequence[tuple[torch.Tensor, Entry]], progress: bool) -> Moved:
 @torch.no_grad()
 def read_one(tensor: torch.Tensor, entry: Entry, tally: Tally) -> None:
     """Have one tensor filled; `Tally.finish` waits for it."""
+    if is_placed(tensor) and tensor._spec.has_packed:  # each device reads one part in a row, and they exchange
+        spec = tensor._spec
+        rows = spec.with_placements(PlacementList(shard(0) if is_packed(p) else p for p in spec.placements))
+        part = fresh.filled(rows, 0)
+        read_one(part, entry, tally)
+        tensor.copy_(part)
+        return
     if is_placed(tensor):
         where = [os.fsencode(entry.path), list(entry.stamp), entry.name]
         in_place.run("dtorch.read_part", [tensor, tally.count(tensor._spec.mesh)], where, (0, 1))
@@ -151,7 +158,7 @@ def write(files: Mapping[Path, Mapping[str, torch.Tensor]], starts: Mapping[str,
                         mapped(str(path), starts[name], plain.shape, plain.dtype).copy_(plain)
                     tally.moved_here(tensor.nbytes)
                 else:
-                    whole = tensor.detach().redistribute(tensor._spec.mesh, settled(tensor._spec.placements))
+                    whole = tensor.detach().redistribute(tensor._spec.mesh, boxed(tensor._spec.placements))
                     where = [os.fsencode(path), starts[name], name]
                     in_place.run("dtorch.write_part", [whole, tally.count(whole._spec.mesh)], where, (1,))
                 tally.issued(tensor.nbytes)

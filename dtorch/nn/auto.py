@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, Placement, shard
+from ..placement import REPLICATE, Placement, packed, shard
 from .holdings import Held
 from .plans import Plan, generic
 
@@ -39,6 +39,9 @@ STYLES: dict[str, tuple[int | None, int | None]] = {
     ),
 }  # fmt: skip
 
+#: How many matrices a packed style means: a gate and what goes through it.
+PACKED = 2
+
 #: What a style says of the activations around it.
 PREFIXES, SUFFIXES = ("local_",), ("_rep", "_gather_output", "_split_input")
 
@@ -60,12 +63,11 @@ def auto_plan(module: torch.nn.Module, held: list[Held], mesh: DeviceMesh) -> tu
             if key is None:
                 continue
             used.add(key)
-            dim, note = _dim(module, one, name, owner, attribute, styles[key], 1 if axis is None else mesh.shape[axis])
+            pieces = 1 if axis is None else mesh.shape[axis]
+            placement, note = _placement(module, one, name, owner, attribute, styles[key], pieces)
             if note:
                 notes[f"{generic(name)}: {note}"] = None
-            plan.setdefault(
-                name, [shard(dim) if a == axis and dim is not None else REPLICATE for a in range(mesh.ndim)]
-            )
+            plan.setdefault(name, [placement if a == axis else REPLICATE for a in range(mesh.ndim)])
     for key in styles:
         if key not in used and STYLES.get(_plain_style(styles[key]), (None, None))[0] is not None:
             log.info(
@@ -116,29 +118,32 @@ def _plain_style(style: str) -> str:
     return style
 
 
-def _dim(
+def _placement(
     module: torch.nn.Module, one: Held, name: str, owner: torch.nn.Module, attribute: str, style: str, pieces: int
-) -> tuple[int | None, str]:
-    """The dim of a tensor that a style splits, and a word on it where it is not what the plan says."""
+) -> tuple[Placement, str]:
+    """How a style splits a tensor, and a word on it where it is not what the plan says."""
     plain = _plain_style(style)
     if isinstance(owner, torch.nn.Embedding) and f"embedding_{plain}" in STYLES:
         plain = f"embedding_{plain}"
     if plain not in STYLES:
-        return None, f"the style {style!r} is not known here; replicated"
+        return REPLICATE, f"the style {style!r} is not known here; replicated"
     dim = STYLES[plain][0 if one.tensor.ndim > 1 else 1]
     if one.tensor.ndim == 0 or dim is None:
-        return None, ""
+        return REPLICATE, ""
     dim %= one.tensor.ndim
     if style == "colwise" and pieces > 1:
         heads = _heads(module, name, one.tensor.shape[dim])
         if heads is not None and heads % pieces:
-            return None, f"its {heads} heads do not divide over {TP}={pieces}; replicated, so that no head is cut"
+            return REPLICATE, f"its {heads} heads do not divide over {TP}={pieces}; replicated, so that no head is cut"
     if plain.startswith("packed") and pieces > 1:
+        if one.tensor.shape[dim] % (PACKED * pieces) == 0:
+            return packed(dim, PACKED), ""
         return (
-            dim,
-            f"several matrices packed in one ({style}), split as one; activations move where the model takes them apart",
+            shard(dim),
+            f"{PACKED} matrices packed in one ({style}) whose rows do not divide over {TP}={pieces}; split as one, so that activations "
+            "move where the model takes them apart",
         )
-    return dim, ""
+    return shard(dim), ""
 
 
 def _heads(module: torch.nn.Module, name: str, size: int) -> int | None:

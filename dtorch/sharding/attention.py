@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList, encode, is_shard, settled, shard
+from ..placement import REPLICATE, PlacementList, boxed, encode, is_shard, shard
 from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
 from ..raw import dtype_name
 from .layout import box_shape
@@ -154,7 +154,7 @@ def whole_features(spec: Spec) -> Spec:
     return spec.with_placements(
         PlacementList(
             REPLICATE if is_shard(p) and p.dim > SEQUENCE else p  # type: ignore[attr-defined]
-            for p in settled(spec.placements)
+            for p in boxed(spec.placements)
         )
     )
 
@@ -355,7 +355,7 @@ def _slot(slot: int | None) -> Slot | None:
 
 def _summed(spec: Spec) -> Spec:
     """``spec`` without pending sums."""
-    return spec.with_placements(settled(spec.placements))
+    return spec.with_placements(boxed(spec.placements))
 
 
 def _stride(shape: torch.Size, order: list[int]) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard
+from ..placement import REPLICATE, Placement, PlacementList, is_packed, is_partial, is_shard, is_split
+from . import packing
 from .rules import rule_for
 from .spec import Spec, replicated
 from .strategy import Call, Group, RuleEntry, Strategy
@@ -72,6 +73,8 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     if entry is None:
         return _whole(call, specs, keep, {})
     found = list(entry.rule(call))
+    if any(spec.has_packed for spec in specs):
+        found = packing.with_packed(call, entry, found, specs)
     if found and type(found[0]) is Group:
         problems = [_Problem.of_group(call, specs, group, keep) for group in found]  # type: ignore[arg-type]
     else:
@@ -326,12 +329,14 @@ def legal(chosen: Sequence[Strategy], shapes: Sequence[Sequence[int]], mesh_shap
         if strategy.even is None and not strategy.nonempty:
             continue
         for i, placement in enumerate(strategy.inputs):
-            if not is_shard(placement):
+            if not is_split(placement):
                 continue
             dim = placement.dim  # type: ignore[attr-defined]
             axes = [
-                n for s, n in zip(chosen, mesh_shape, strict=False) if is_shard(s.inputs[i]) and s.inputs[i].dim == dim
+                n for s, n in zip(chosen, mesh_shape, strict=False) if is_split(s.inputs[i]) and s.inputs[i].dim == dim
             ]  # type: ignore[attr-defined]
+            if is_packed(placement) and len(axes) > 1:
+                return False
             if strategy.even is not None and strategy.even % math.prod(axes):
                 return False
             if strategy.nonempty and not _all_filled(shapes[i][dim], axes):
@@ -349,7 +354,7 @@ def _held(spec: Spec, axis: int) -> float:
     """The bytes a device would hold if ``spec`` were whole along ``axis``."""
     size = float(spec.nbytes)
     for other, (pieces, placement) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True)):
-        if other != axis and is_shard(placement):
+        if other != axis and is_split(placement):
             size /= pieces
     return size
 

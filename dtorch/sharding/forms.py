@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from ..placement import is_shard
+from ..placement import is_split
 from .plan import Plan, fresh_bytes, order_or_none
 from .schema import OpInfo
 from .spec import Spec
@@ -26,7 +26,7 @@ def form_of(info: OpInfo, call: Call, specs: Sequence[Spec]) -> tuple[Any, ...]:
     for name, value in call.kwargs.items():
         form += (name, _form(value, info.by_name[name].is_number, specs, known))
     if info.by_shards:
-        form += [spec.shape[p.dim] for spec in specs for p in spec.placements if is_shard(p)]  # type: ignore[attr-defined]
+        form += [spec.shape[p.dim] for spec in specs for p in spec.placements if is_split(p)]  # type: ignore[attr-defined]
     form += [None if o is None else (_sizes(o.shape, known), _order(o), o.dtype) for o in call.outputs]
     return tuple(form)
 

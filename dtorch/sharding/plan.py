@@ -17,7 +17,7 @@ from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, encode, is_partial
 from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
 from ..raw import dtype_name
-from . import checks, shapes
+from . import checks, packing, shapes
 from .choose import Decision, choose
 from .schema import OpInfo
 from .spec import Spec, mesh_id
@@ -123,6 +123,8 @@ class Builder:
 
     def reshard(self, source: int, spec: Spec, target: Spec) -> int:
         """Bring the value in slot ``source`` from ``spec`` to ``target``; the slot of the result."""
+        if spec.has_packed or target.has_packed:
+            return self._reshard_packed(source, spec, target)
         out = self.slot()
         self.body.append(
             Reshard(
@@ -138,6 +140,21 @@ class Builder:
             )
         )
         return out
+
+    def _reshard_packed(self, source: int, spec: Spec, target: Spec) -> int:
+        """Under a shape in which the parts of packed dims have a dim of their own; through whole dims where there is none for both ends."""
+        fine = packing.unpacked(spec, target)
+        if fine is None:
+            middle = packing.between(spec, target)
+            return self.reshard(self.reshard(source, spec, middle), middle, target)
+        opened, closed = self.slot(), self.slot()
+        self.op("aten.view.default", [Slot(source), self._local_shape(fine[0])], [opened])
+        moved = self.reshard(opened, *fine)
+        self.op("aten.view.default", [Slot(moved), self._local_shape(target)], [closed])
+        return closed
+
+    def _local_shape(self, spec: Spec) -> LocalShape:
+        return LocalShape(self.shape(tuple(spec.shape)), tuple(encode(spec.placements)))
 
     def layout(self, placements: PlacementList, shape: tuple[int, ...]) -> Layout:
         return Layout(tuple(encode(placements)), self.shape(tuple(shape)))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, Placement, PlacementList, is_partial, is_shard
+from ..placement import REPLICATE, Placement, PlacementList, is_packed, is_partial, is_split
 
 
 class Spec:
@@ -19,7 +19,18 @@ class Spec:
     `Spec.of`. Placements must be normalised (`dtorch.placement.normalize`).
     """
 
-    __slots__ = ("mesh", "placements", "shape", "stride", "dtype", "replicated", "has_partial", "key", "__weakref__")
+    __slots__ = (
+        "mesh",
+        "placements",
+        "shape",
+        "stride",
+        "dtype",
+        "replicated",
+        "has_partial",
+        "has_packed",
+        "key",
+        "__weakref__",
+    )
 
     mesh: DeviceMesh
     placements: PlacementList
@@ -30,6 +41,8 @@ class Spec:
     replicated: bool
     #: Some placement is Partial.
     has_partial: bool
+    #: Some placement is PackedShard.
+    has_packed: bool
 
     @staticmethod
     def of(
@@ -56,7 +69,10 @@ class Spec:
             found.dtype = dtype
             found.replicated = all(p is REPLICATE for p in placements)
             found.has_partial = any(is_partial(p) for p in placements)
+            found.has_packed = any(map(is_packed, placements))
             found.key = key
+            if found.has_packed:
+                _check_packed(found)
             found = _SPECS.setdefault(key, found)
         return found
 
@@ -81,12 +97,26 @@ class Spec:
         """How many pieces tensor dim ``dim`` is cut into."""
         pieces = 1
         for size, placement in zip(self.mesh.shape, self.placements, strict=True):
-            if is_shard(placement) and placement.dim == dim:  # type: ignore[attr-defined]
+            if is_split(placement) and placement.dim == dim:  # type: ignore[attr-defined]
                 pieces *= size
         return pieces
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {self.dtype}, {self.placements!r}, {self.mesh!r})"
+
+
+def _check_packed(spec: Spec) -> None:
+    for axis, placement in enumerate(spec.placements):
+        if not is_packed(placement):
+            continue
+        dim, parts, pieces = placement.dim, placement.parts, spec.mesh.shape[axis]  # type: ignore[attr-defined]
+        if spec.shape[dim] % (parts * pieces):
+            raise ValueError(
+                f"{placement!r}: dim {dim} of shape {tuple(spec.shape)} cannot be split into {parts} parts over {pieces} devices evenly; "
+                f"use Shard({dim})"
+            )
+        if spec.shards(dim) != pieces:
+            raise ValueError(f"{spec.placements!r}: another axis splits dim {dim}, which {placement!r} packs")
 
 
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})

@@ -31,6 +31,18 @@ def view_as_output(here: Here, x: Tensor, *args: Any) -> Tensor:
     return x.view(here.output_shape())
 
 
+@device_function("dtorch.split_evenly")
+def split_evenly(here: Here, x: Tensor, size: Any, dim: int = 0) -> tuple[Tensor, ...]:
+    """A packed dim into its parts; the sizes given are those of the whole."""
+    return x.chunk(len(here.outputs), dim)
+
+
+@device_function("dtorch.join_evenly")
+def join_evenly(here: Here, parts: list[Tensor], dim: int) -> Tensor:
+    """The inverse."""
+    return torch.cat(parts, dim)
+
+
 @device_function("dtorch.reshape_alias")
 def reshape_alias(here: Here, x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """``aten._reshape_alias`` with strides that fit the part."""

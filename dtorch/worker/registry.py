@@ -9,7 +9,7 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import Placement
-from ..sharding.layout import Box, box_shape, local_box
+from ..sharding.layout import Box, local_box, local_shape
 
 DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 #: The positional arguments that a function writes in place (none, for most).
@@ -77,5 +77,6 @@ class Here:
         return local_box(placements, self.mesh.shape, self.coordinate, shape)
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of that box; the global shape is ``outputs[index][1]``."""
-        return box_shape(self.output_box(index))
+        """The shape of this device's part of output layout ``index``; the global shape is ``outputs[index][1]``."""
+        placements, shape = self.outputs[index]
+        return local_shape(placements, self.mesh.shape, self.coordinate, shape)

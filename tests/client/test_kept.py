@@ -90,6 +90,20 @@ def test_they_go_with_their_value_and_with_time() -> None:
     assert len(r.communication) == 1
 
 
+def test_a_sum_that_was_needed_once_stays_done() -> None:
+    """A residual stream: its norm has had the sum, so what is added to it next need not leave it pending."""
+    x = dtorch.from_torch(torch.ones(4, 4), MESH, [dtorch.Partial()])
+    whole = dtorch.from_torch(torch.full((4, 4), 2.0), MESH)
+    with dtorch.record() as r:
+        normed = x.square()
+        y = x + whole
+        assert torch.equal((y.square() + normed).to_torch(), torch.full((4, 4), 10.0))
+    assert [one.kind for one in r.communication] == ["all_reduce"]
+    assert y.placements == [dtorch.Replicate()]
+    x.add_(whole)
+    assert torch.equal((x + whole).to_torch(), torch.full((4, 4), 5.0))
+
+
 def test_gradients_are_those_of_one_device() -> None:
     plain = PLAIN.clone().requires_grad_()
     (plain.softmax(1) * plain.log_softmax(1)).sum().backward()

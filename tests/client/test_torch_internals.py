@@ -268,6 +268,23 @@ def test_a_backward_op_knows_the_number_of_its_forward_op() -> None:
     assert [number for func, number in numbers if func is aten.mul.Tensor] == [sin, exp]
 
 
+def test_the_op_whose_backward_runs_is_known_by_its_name() -> None:
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.cat.default:
+                seen.append((torch_internals.is_backward_of("Split"), torch_internals.is_backward_of("Cat")))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(4, requires_grad=True)
+    with Log():
+        for split in (lambda t: t.chunk(2), lambda t: t.split([2, 2])):
+            a, b = split(x)
+            torch.autograd.grad((torch.cat([a, b]) * a.repeat(2)).sum(), x)
+    assert seen == [(False, False), (True, False)] * 2
+
+
 def test_placements_of_torch_are_those_of_its_core() -> None:
     from torch._C import _distributed
 

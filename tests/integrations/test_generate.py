@@ -21,6 +21,7 @@ MODELS = {
     "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED | SPECIAL, "auto"),
     "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED | SPECIAL, "auto"),
     "Mistral": ("MistralConfig", "MistralForCausalLM", GROUPED | SPECIAL | {"sliding_window": 6}, "auto"),
+    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", GROUPED | SPECIAL | {"num_local_experts": 4}, "auto"),
     "GPT2": ("GPT2Config", "GPT2LMHeadModel", GPT2 | SPECIAL, {"*": [Shard(0)]}),
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -29,6 +30,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "nucleus": {"do_sample": True, "top_p": 0.8},
     "beams": {"num_beams": 3},
     "static cache": {"cache_implementation": "static"},
+    "static sampling": {"cache_implementation": "static", "do_sample": True, "top_k": 10},
+    "static beams": {"cache_implementation": "static", "num_beams": 2},
     "no cache": {"use_cache": False},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "assisted": {"assistant_model": True},
@@ -57,8 +60,11 @@ def both(name: str) -> tuple[Any, Any]:
     return plain, dtorch.distribute_module(copy.deepcopy(plain), MESH, plan)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
-@pytest.mark.parametrize("way", WAYS)
+CASES = [(name, way) for name in ("Llama", "Mistral", "GPT2") for way in WAYS]
+CASES += [("Mixtral", way) for way in ("greedy", "beams", "static cache")]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_the_same_tokens(drawn_as_torch: str, name: str, way: str) -> None:
     if drawn_as_torch == "processes" and (name, way) not in (("Llama", "sampling"), ("GPT2", "greedy")):
         pytest.skip("one of each kind is enough on real workers")
@@ -70,21 +76,28 @@ def test_the_same_tokens(drawn_as_torch: str, name: str, way: str) -> None:
     torch.manual_seed(3)
     expected = plain.generate(ids, attention_mask=mask, max_new_tokens=6, **options)
     torch.manual_seed(3)
-    found = model.generate(
-        dtorch.from_torch(ids, MESH), attention_mask=dtorch.from_torch(mask, MESH), max_new_tokens=6, **ours
-    )
+    with dtorch.record() as r:
+        found = model.generate(
+            dtorch.from_torch(ids, MESH), attention_mask=dtorch.from_torch(mask, MESH), max_new_tokens=6, **ours
+        )
     assert torch.equal(found.to_torch(), expected)
+    if MODELS[name][3] == "auto":  # then heads are split, and no query, key or value moves
+        assert not any(len(one.shape) == 4 for one in r.communication)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral", "Mixtral"])
 def test_a_layer_needs_two_all_reduces(drawn_as_torch: str, name: str) -> None:
-    """One after attention and one after the MLP; one more after the embedding, which is split by its vocabulary."""
+    """One after attention and one after the MLP; one more after the embedding, which is split by its vocabulary.
+
+    That of a mixture is of what each token's experts make, before they are weighted and added up.
+    """
     _, model = both(name)
     ids = dtorch.from_torch(IDS, MESH)
     with torch.no_grad(), dtorch.record() as r:
         out = model(ids)
     assert [one.kind for one in r.communication] == ["all_reduce"] * (2 * 2 + 1)
-    assert {one.shape for one in r.communication} == {(2, 7, 32)}
+    experts = {(2 * 7 * model.config.num_experts_per_tok, 32)} if name == "Mixtral" else set()
+    assert {one.shape for one in r.communication} == {(2, 7, 32)} | experts
     assert r.fallbacks == []
     assert out.logits.placements == [Shard(2)]
 

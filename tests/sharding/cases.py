@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dtorch.sharding import packing
 from dtorch.sharding.rules import foreach as foreach_rules
 from dtorch.sharding.rules import rule_for
 from dtorch.sharding.strategy import RULES
@@ -379,6 +380,8 @@ def indexing_cases() -> Iterator[Sample]:
         yield call(aten.cat.default, [signed(5, 3, 4), signed(5, 3, 4)], dim)
         yield call(aten.stack.default, [signed(5, 3, 4), signed(5, 3, 4)], dim)
     yield call(aten.slice_scatter.default, x.clone(), signed(2, 3, 4), 0, 1, 3)
+    yield call(packing.JOIN, [signed(4, 3), signed(4, 3)], 0)
+    yield call(packing.JOIN, [signed(2, 12)] * 3, 1)
     yield call(aten.cat.default, [torch.empty(0), signed(5, 3)], 1)
     yield call(aten.cat.default, [signed(5, 0, 4), signed(5, 3, 4), signed(5, 0, 4)], 1)
     yield call(aten.cat.default, [signed(5, 3), ints(3, 5, 2)], -1)

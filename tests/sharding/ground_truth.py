@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from dtorch.mesh import DeviceMesh
-from dtorch.placement import REPLICATE, Placement, is_partial
+from dtorch.placement import REPLICATE, Placement, is_packed, is_partial, is_shard
+from dtorch.sharding import packing
 from dtorch.sharding.choose import _aliased_outputs, legal
 from dtorch.sharding.layout import local_box, local_shape
 from dtorch.sharding.rules import rule_for
+from dtorch.sharding.spec import Spec
 from dtorch.sharding.strategy import Call, Group, Strategy, TensorArg
 from dtorch.worker import functions_sharded as _functions  # noqa: F401  (registers them)
 from dtorch.worker.registry import DEVICE_FUNCTIONS, Here
@@ -210,6 +212,36 @@ def check(
     return True
 
 
+def shuffled(t: torch.Tensor, placement: Any, order: dict[int, torch.Tensor]) -> torch.Tensor:
+    """``t`` with the indices of the dim that ``placement`` shards in another order, one for each size."""
+    if not is_shard(placement):
+        return t.clone()
+    dim = placement.dim
+    generator = torch.Generator().manual_seed(t.shape[dim])
+    order.setdefault(t.shape[dim], torch.randperm(t.shape[dim], generator=generator))
+    return torch.empty_like(t).copy_(t.index_select(dim, order[t.shape[dim]]))
+
+
+def check_shuffled(sample: Sample, strategy: Strategy, whole: tuple[list[Any], list[torch.Tensor]]) -> None:
+    """Run ``sample`` with all dims that ``strategy`` shards shuffled alike: so must the results be.
+
+    Raises:
+        AssertionError: they are not.
+    """
+    order: dict[int, torch.Tensor] = {}
+    queue = iter([shuffled(t, p, order) for t, p in zip(inputs_of(sample), strategy.inputs, strict=True)])
+    again = Sample(
+        sample.op, tree(sample.args, lambda t: next(queue)), tree(sample.kwargs, lambda t: next(queue)), sample.special
+    )
+    allowed = _tolerance(sample, call_of(sample, whole[0]))
+    found, after = run_whole(again)
+    for i, (o, expected, placement) in enumerate(zip(found, whole[0], strategy.outputs, strict=True)):
+        if expected is not None and placement is not None and i not in UNDEFINED.get(sample.op, ()):
+            same(o, shuffled(expected, placement, order), f"output {i}", allowed)
+    for i, (t, expected, placement) in enumerate(zip(after, whole[1], strategy.inputs, strict=True)):
+        same(t, shuffled(expected, placement, order), f"input {i} afterwards", allowed)
+
+
 def _aliased(sample: Sample, call: Call) -> list[tuple[int, int]]:
     """(input, output) pairs that are one tensor."""
     written = [a.name for a in sample.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -254,8 +286,20 @@ def split(
 
 
 def cut(t: torch.Tensor, placements: Any, mesh_shape: tuple[int, ...], at: tuple[int, ...]) -> torch.Tensor:
+    if any(map(is_packed, placements)):
+        shape, plain = opened(placements, mesh_shape, t.shape)
+        return cut(t.reshape(shape), plain, mesh_shape, at).reshape(local_shape(placements, mesh_shape, at, t.shape))
     box = local_box(placements, mesh_shape, at, t.shape)
     return dense(t[tuple(slice(*r) for r in box)])
+
+
+def opened(placements: Any, mesh_shape: tuple[int, ...], shape: Sequence[int]) -> tuple[torch.Size, Any]:
+    """A shape in which no dim is packed, and its placements."""
+    mesh = DeviceMesh("cpu", torch.arange(torch.Size(mesh_shape).numel()).reshape(mesh_shape))
+    spec = Spec.of(mesh, placements, shape, None, torch.float32)
+    fine = packing.unpacked(spec, spec)
+    assert fine is not None
+    return fine[0].shape, fine[0].placements
 
 
 def addends(t: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -286,6 +330,10 @@ def merge(
     parts: dict[tuple[int, ...], torch.Tensor], placements: Any, mesh_shape: tuple[int, ...], shape: Sequence[int]
 ) -> torch.Tensor:
     """The whole value of what the devices hold."""
+    if any(map(is_packed, placements)):
+        fine, plain = opened(placements, mesh_shape, shape)
+        parts = {at: part.reshape(local_shape(plain, mesh_shape, at, fine)) for at, part in parts.items()}
+        return merge(parts, plain, mesh_shape, fine).reshape(tuple(shape))
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     for at, part in parts.items():
         wanted = local_shape(placements, mesh_shape, at, shape)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 
+from dtorch.sharding import packing
 from dtorch.sharding.rules import STATIC_NUMBERS, rule_for
 from dtorch.sharding.strategy import RULES, Strategy
 
 from .cases import all_cases
-from .ground_truth import Sample, call_of, check, run_whole, strategies_of
+from .ground_truth import Sample, call_of, check, check_shuffled, run_whole, strategies_of
 from .samples import from_opinfo
 from .special import matters, numbered, salted
 
@@ -57,6 +58,25 @@ def test_every_strategy_is_right(source, sizes) -> None:
     wrong, ran = wrong_of(source(), sizes, pairs=1)
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:10])
     assert sum(ran.values()) > 2000
+
+
+def test_rules_that_know_packed_dims_are_right_for_any_indices() -> None:
+    wrong, ran = [], set()
+    for sample in (*written(), *captured()):
+        entry = rule_for(sample.op)
+        if entry is None or not packing.knows(entry):
+            continue
+        whole = run_whole(sample)
+        call = call_of(sample, whole[0])
+        for strategy in strategies_of(call):
+            if packing.size_of(call.inputs, call.outputs, strategy) is not None:
+                ran.add(sample.op)
+                try:
+                    check_shuffled(sample, strategy, whole)
+                except Exception as error:
+                    wrong.append(f"{sample}: {strategy}\n    {str(error)[:300]}")
+    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:10])
+    assert len(ran) > 300
 
 
 def takes(sample: Sample) -> bool:
