@@ -34,6 +34,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.conformance.table docs/ops.md
+	$(BIN)/python -m tests.integrations.table docs/models.md
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,51 @@ def test_where_parameters_are(example: ModuleType) -> None:
     assert block.attention.out.weight.placements == [Shard(1)]
     assert block.attention_norm.weight.placements == [Replicate()]
     assert block.attention_norm.weight.device_mesh.device_ids == (2, 3)
+
+
+#: How twenty steps are trained: the mesh, and the plan if it is not the model's own.
+TRAINED: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
+    "data parallel": ({"dp": 2}, None),
+    "fully sharded": ({"dp": 2}, {"*": {"dp": Shard(0)}}),
+    "tensor parallel": ({"tp": 2}, None),
+    "both": ({"dp": 2, "tp": 2}, None),
+}
+
+
+def curve(model: torch.nn.Module, batches: list[torch.Tensor]) -> list[float]:
+    """The losses of steps of AdamW on the next token."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for tokens in batches:
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.usefixtures("workers")
+def test_twenty_steps_of_training(example: ModuleType, plain: tuple) -> None:
+    """However it is placed, on real workers, the loss follows that of one device."""
+    config = plain[0].config
+    torch.manual_seed(1)
+    alone = example.Llama(config)
+    start = {name: value.clone() for name, value in alone.state_dict().items()}
+    batches = list(torch.randint(24, (4, 4, 9)).repeat(5, 1, 1))
+    expected = curve(alone, batches)
+    assert len(expected) == 20
+    assert expected[-1] < expected[0] - 0.5
+    for way, (sizes, plan) in TRAINED.items():
+        mesh = example.make_mesh(dict.fromkeys(AXES, 1) | sizes)
+        model = example.Llama(config, mesh)
+        model.load_state_dict(start)
+        if plan is not None:
+            dtorch.distribute_module(model, mesh, plan)
+        where = [Shard(0) if name == "dp" else Replicate() for name in mesh.mesh_dim_names]
+        found = curve(model, [dtorch.from_torch(tokens, mesh, where) for tokens in batches])
+        assert found == pytest.approx(expected, abs=1e-4), way
 
 
 #: Names here and in transformers.
