@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from ..client import attention, leaves, runtime
@@ -85,6 +86,10 @@ class Arguments:
             return kind, value.shape, value.stride(), value.dtype, value.requires_grad
         if isinstance(value, torch.Tensor):
             raise Unsupported(f"an argument is a {kind.__name__}")
+        if isinstance(value, numpy.generic):
+            return kind, value.tobytes()
+        if isinstance(value, numpy.ndarray):
+            raise Unsupported("an argument is a numpy array: give it as a tensor")
         self.objects.append(value)
         return kind, id(value)
 

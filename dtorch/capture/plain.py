@@ -52,6 +52,8 @@ class Entry:
     result: Any = None
     outs: list[Node] = dataclasses.field(default_factory=list)
     line: str = ""
+    #: It draws from torch's default generator.
+    draws: bool = False
 
     def run(self, env: dict[int, torch.Tensor]) -> None:
         """Do it again, and see that it gives what a program can rely on: the same shapes, the same Python values."""
@@ -119,9 +121,8 @@ class Tape:
         versions = [_version(node.tensor) for node in inputs]
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
-        entry.is_random = not torch.equal(state, torch.get_rng_state()) or any(
-            isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
-        )
+        entry.draws = not torch.equal(state, torch.get_rng_state())
+        entry.is_random = entry.draws or any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         entry.written = {
             node.storage for node, version in zip(inputs, versions, strict=True) if _version(node.tensor) != version
         }

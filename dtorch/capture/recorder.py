@@ -94,6 +94,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:  # noqa: PYI034 - typing has no Self in Python 3.10
         watch.recorders[get_ident()] = self
+        self._random_state = torch.get_rng_state()
         self._mode.__enter__()
         return self
 
@@ -101,6 +102,8 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._mode.__exit__(kind, error, traceback)
+        if not torch.equal(self._random_state, torch.get_rng_state()):
+            self.refuse("the random state is set, or drawn from unseen, in the function")
         with self.controller.lock:
             self.controller.drain()
             del watch.recorders[get_ident()]
@@ -152,8 +155,16 @@ class Recorder:
         self._forward[torch_internals.last_autograd_node()] = line
         return line
 
-    def key(self, key: int) -> None:
+    def drawn(self, before: torch.Tensor) -> None:
+        """Random numbers were drawn, from the state ``before`` on: a later call draws them from where the last ones ended."""
+        if not torch.equal(before, self._random_state):
+            self.refuse("the random state is set in the function")
+        self._random_state = torch.get_rng_state()
+
+    def key(self, key: int, before: torch.Tensor) -> None:
         """A random key was drawn. (Checkpointing draws the same ones again, from a state that it has kept.)"""
+        if key not in self.keys and (self._forward_recorder is None or key not in self._forward_recorder.keys):
+            self.drawn(before)
         if key not in self.keys:
             self.keys[key] = self.number(key)
             self.items.append(Key(self.keys[key]))
@@ -191,8 +202,11 @@ class Recorder:
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
         if type(result) in PLAIN and self.section is None:
-            self.tape.made(func, args, kwargs, result, not torch.equal(state, torch.get_rng_state()))
+            draws = not torch.equal(state, torch.get_rng_state())
+            self.tape.made(func, args, kwargs, result, draws)
             self.items.append(self.tape.entries[-1])
+            if draws:
+                self.drawn(state)
         return result
 
     def plain_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -200,8 +214,11 @@ class Recorder:
         before = len(self.tape.entries)
         if self.section is not None:  # an optimizer's own, which runs as it is in every call
             return func(*args, **kwargs)
+        state = torch.get_rng_state()
         result = self.tape.run(func, args, kwargs, lines.here())
         self.items += self.tape.entries[before:]
+        if any(entry.draws for entry in self.tape.entries[before:]):
+            self.drawn(state)
         return result
 
 

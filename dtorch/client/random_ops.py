@@ -72,10 +72,11 @@ RANDOM_OPS = {*FILLS, *INTEGER_FILLS, *LIKE, *SEEDED}
 
 def draw_key() -> int:
     """A 62-bit key from the client's default generator."""
-    key = int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 1 << 62))
     recorder = watch.recorder()
+    state = None if recorder is None else torch.get_rng_state()
+    key = int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 1 << 62))
     if recorder is not None:
-        recorder.key(key)
+        recorder.key(key, state)
     return key
 
 

@@ -101,6 +101,44 @@ def test_what_dtorch_cannot_see() -> None:
         close(kept[step], (X + step) * 2)
 
 
+def test_numpy_arguments() -> None:
+    array = np.ones(4, dtype=np.float32)
+    compiled = dtorch.compile(lambda x, a: x + torch.tensor(a) * float(np.float32(2)))
+    with pytest.warns(UserWarning, match="numpy array"):
+        close(compiled(placed(X), array), X + 2)
+    array[0] = 7
+    close(silently(compiled, placed(X), array), X + torch.from_numpy(array) * 2)
+    compiled = dtorch.compile(lambda x, n: x * n)
+    for n in (np.float64(2), np.float64(3), np.int64(2)):
+        close(silently(compiled, placed(X), n), X * n.item())
+
+
+def test_a_seed_inside() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand_like(x)
+
+    compiled = dtorch.compile(function)
+    with pytest.warns(UserWarning, match="random state is set"):
+        first = compiled(placed(X)).to_torch()
+    torch.manual_seed(9)
+    assert torch.equal(compiled(placed(X)).to_torch(), first)
+
+
+def test_drawn_as_torch_draws() -> None:
+    compiled = dtorch.compile(lambda x: torch.nn.functional.dropout(x, 0.5))
+    dtorch.shutdown()
+    dtorch.init(engine="simulate", random="torch")
+    x = placed(X)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="drawn on the client"):
+        found = [compiled(x).to_torch() for _ in range(3)]
+    torch.manual_seed(1)
+    assert all(torch.equal(one, torch.nn.functional.dropout(X, 0.5)) for one in found)
+    dtorch.shutdown()
+    dtorch.init(engine="simulate")
+
+
 def test_a_list_that_grows() -> None:
     seen: list[Any] = []
 
