@@ -69,7 +69,7 @@ def _profile(path: str | os.PathLike[str]) -> Iterator[None]:
     raised = None
     runtime.controller()
     with replacing_file(path) as partial, open(partial, "w") as file:
-        timing = Timing(LIMIT)
+        timing = Timing(LIMIT, parts=True)
         timing.start()
         try:
             yield

@@ -95,7 +95,7 @@ def client_time(issues: Iterable[Issue], calls: Iterable[Call]) -> tuple[list[in
         latest[id(call)] = (issue.at, len(found) - 1)
     others = _Row()
     for call in calls:
-        if call.outer is None and id(call) not in latest and isinstance(call.what, torch._ops.OpOverload):
+        if id(call) not in latest and isinstance(call.what, torch._ops.OpOverload):
             others.count += 1
             others.client += call.stop - call.start
     return found, others

@@ -117,10 +117,12 @@ class Timing:
 
     Args:
         limit: calls, and commands, that are kept; None keeps all.
+        parts: keep calls that are part of others, too.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, parts: bool = False) -> None:
         self.limit = limit
+        self.parts = parts
         self.calls: list[Call] = []
         self.issues: list[Issue] = []
         self.left_out = 0
@@ -185,6 +187,8 @@ class Timing:
         return here
 
     def _called(self, call: Call) -> None:
+        if call.outer is not None and not self.parts:
+            return
         if self.limit is None or len(self.calls) < self.limit:
             self.calls.append(call)
         else:
