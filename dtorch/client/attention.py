@@ -20,7 +20,7 @@ from ..sharding.attention import Attention, AttentionPlan
 from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import aliasing, host, lines, random_ops, runtime
+from . import aliasing, host, lines, random_ops, runtime, torch_internals
 from .interrupts import critical
 from .values import Value, next_value_id
 
@@ -45,7 +45,9 @@ def scaled_dot_product_attention(
     """torch's op, ours where the sequence is split."""
     if type(query) is Tensor and _is_ours(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         return _attend(query, key, value, attn_mask, float(dropout_p), is_causal, scale)
-    return OP.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return torch_internals.compose(
+        OP, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:

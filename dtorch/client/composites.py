@@ -1,8 +1,9 @@
 """Composite ops whose C++ does not work on a tensor without memory: our form of them, for torch's dispatcher.
 
 torch runs a composite op's own C++ on our handles and only its parts reach dispatch. Two kinds of C++ go wrong there: code that
-reads a tensor's memory, and code that has a branch of its own for subclasses which forgets ``out=``. One op is kept whole because its parts
-would bring together what is never to be in one place: attention over a split sequence. Plain tensors keep torch's kernel.
+reads a tensor's memory, and code that has a branch of its own for subclasses which forgets ``out=``. Others are kept whole because their
+parts would bring together what is never to be in one place: attention over a split sequence, and products of tensors that are split
+along dims which torch makes one. Plain tensors keep torch's kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from ..tensor import Tensor
-from . import attention, dispatch, special, torch_internals
+from . import attention, dispatch, products, special, torch_internals
 
 aten = torch.ops.aten
 
@@ -46,8 +47,10 @@ OUT_IGNORED = (
 
 
 def register() -> None:
-    """Put these in place of torch's own, for tensors on the CPU key, which our handles have."""
+    """Put these in place of torch's own, for our handles."""
     torch_internals.override(aten.tensor_split.tensor_indices_or_sections, tensor_split)
     torch_internals.override(attention.OP, attention.scaled_dot_product_attention)
+    for op, whole in products.WHOLE.items():
+        torch_internals.override(op, whole)
     for op in OUT_IGNORED:
-        torch_internals.override(op, _out_ignored(op))
+        torch_internals.override(op, _out_ignored(op), with_memory=True)

@@ -25,6 +25,7 @@ from ..tensor import Tensor
 from . import aliasing, host, kept, lines, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .interrupts import critical
+from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
 from .values import FREED, Value, next_value_id
 
 log = logging.getLogger("dtorch")
@@ -381,7 +382,9 @@ def execute_simple(
             command += plan.operands
         controller.issue(command, info.name, CALLER)
     spec = plan.outputs[0]
-    result = torch_internals.make_wrapper(Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=torch_internals.CPU)
+    result = make_wrapper(
+        Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=CPU, _extra_dispatch_keys=HANDLE_KEYS
+    )
     result._spec = spec
     result._value = result_value
     controller.bytes_ahead += plan.nbytes
@@ -431,8 +434,8 @@ def call_gathered(
 
 def wrap(spec: Spec, value: Value) -> Tensor:
     """A new handle."""
-    tensor = torch_internals.make_wrapper(
-        Tensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=torch_internals.CPU
+    tensor = make_wrapper(
+        Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=CPU, _extra_dispatch_keys=HANDLE_KEYS
     )
     tensor._spec = spec
     tensor._value = value

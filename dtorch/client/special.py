@@ -12,7 +12,7 @@ from ..sharding import checks
 from ..sharding.plan import stride_order
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import attention, host, packed, packed_shards, random_ops, redistribute, torch_internals
+from . import attention, host, packed, packed_shards, products, random_ops, redistribute, torch_internals
 
 aten = torch.ops.aten
 
@@ -379,6 +379,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.allclose.default: allclose,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
     aten.scaled_dot_product_attention.default: attention.run,
+    **dict.fromkeys(products.WHOLE, products.run),
     aten.is_same_size.default: is_same_size,
     aten.is_pinned.default: is_pinned,
     aten.resize_.default: refuse_resize,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..client.linear import linear
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, Shard
 from .placed import ParallelLayer, checked_mesh, checked_shard_type
@@ -90,7 +89,7 @@ class Linear(ParallelLayer, torch.nn.Linear):
         return self.along(out, LAST) if self.tp_shard_type == "col" else out
 
     def _forward(self, input: Any) -> Any:
-        return linear(input, self.weight, self.bias)
+        return torch.nn.functional.linear(input, self.weight, self.bias)
 
 
 class _Split(Linear):

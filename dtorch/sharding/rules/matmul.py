@@ -99,7 +99,7 @@ def addbmm(call: Call) -> list[Strategy]:
 
 @rule(aten.linear.default, by_form=True)
 def linear(call: Call) -> list[Strategy]:
-    """(input [..., K], weight [N, K], bias [N]), as inference mode hands it over."""
+    """(input [..., K], weight [N, K], bias [N])."""
     x, weight = call.inputs[:2]
     if weight.ndim != 2 or x.ndim < 2:
         return []
@@ -110,6 +110,20 @@ def linear(call: Call) -> list[Strategy]:
         return _product(call, None, triples)
     bias = call.inputs[2]
     return [Strategy((s.inputs[1], s.inputs[2], s.inputs[0]), s.outputs) for s in _product(call, bias, triples)]
+
+
+@rule(aten.matmul.default)
+def matmul(call: Call) -> list[Strategy]:
+    """(…, M, K), (…, K, N), of which the batches broadcast; vectors do not come here."""
+    a, b = call.inputs
+    if min(a.ndim, b.ndim) < 2:
+        return []
+    shape = call.outputs[0].shape  # type: ignore[union-attr]
+    batch, rows, columns = shape[:-2], len(shape) - 2, len(shape) - 1
+    stacks = [dataclasses.replace(t, shape=t.shape[:-2]) for t in (a, b)]
+    triples = [(*(broadcast(t, dim, batch) for t in stacks), shard(dim)) for dim in range(len(batch))]
+    triples += [(shard(a.ndim - 2), R, shard(rows)), (R, shard(b.ndim - 1), shard(columns))]
+    return _product(call, None, [*triples, (shard(a.ndim - 1), shard(b.ndim - 2), P)])
 
 
 #: By the ranks of a and b: rows, columns and the contracted dim, as far as groups do not run along them.

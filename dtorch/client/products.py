@@ -1,0 +1,153 @@
+"""``linear``, ``matmul`` and ``tensordot`` of split tensors: one op, with a gradient of its own.
+
+torch makes of each a product of two matrices, for which several dims become one. Shards of a dim that is not the first of those are
+no consecutive rows, and uneven shards of the first no equal parts, so that the tensor would be redistributed before every product and
+after: hidden states whose sequence is split, for one. As one op nothing moves. The gradients are other such products, to any order.
+With grad off ``linear`` and ``matmul`` stay whole in any case: one op instead of three or four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..sharding.products import batch_of, linear_breaks, matmul_breaks, tensordot_breaks
+from ..tensor import Tensor
+from . import dispatch
+from .torch_internals import compose
+
+aten = torch.ops.aten
+LINEAR, MATMUL, TENSORDOT = aten.linear.default, aten.matmul.default, aten.tensordot.default
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's op: (…, I), (O, I), (O) or None → (…, O)."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    fits = (
+        _are_alike(given)
+        and weight.ndim == 2 <= x.ndim
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if fits and not torch.is_grad_enabled():
+        return _run(LINEAR, *given)
+    if fits and linear_breaks(x._spec):
+        return _Linear.apply(x, weight, bias)
+    return compose(LINEAR, *given)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch's op: (…, M, K), (…, K, N) → (…, M, N); one of them may be a vector (K)."""
+    if not (_are_alike((a, b)) and min(a.ndim, b.ndim) > 0 and max(a.ndim, b.ndim) > 2):
+        return compose(MATMUL, a, b)
+    if a.ndim == 1:
+        return matmul(a.unsqueeze(0), b).squeeze(-2)
+    if b.ndim == 1:
+        return matmul(a, b.unsqueeze(1)).squeeze(-1)
+    batch = batch_of(a.shape, b.shape) if a.shape[-1] == b.shape[-2] else None
+    if batch is not None and not torch.is_grad_enabled():
+        return _run(MATMUL, a, b)
+    if batch is not None and matmul_breaks(a._spec, b._spec, batch):
+        return _Matmul.apply(a, b)
+    return compose(MATMUL, a, b)
+
+
+def tensordot(a: torch.Tensor, b: torch.Tensor, dims_a: Sequence[int], dims_b: Sequence[int]) -> torch.Tensor:
+    """torch's op: the dims of ``a`` that are not contracted, then those of ``b``."""
+    if _are_alike((a, b)) and tensordot_breaks(a._spec, b._spec, dims_a, dims_b):
+        return _Tensordot.apply(a, b, [d % a.ndim for d in dims_a], [d % b.ndim for d in dims_b])
+    return compose(TENSORDOT, a, b, dims_a, dims_b)
+
+
+def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The dispatch handler, where an op arrives whole: under inference mode."""
+    return WHOLE[info.op](*args, **kwargs)
+
+
+WHOLE = {LINEAR: linear, MATMUL: matmul, TENSORDOT: tensordot}
+
+
+def _are_alike(tensors: Sequence[Any]) -> bool:
+    """Whether all are placed, and of one dtype."""
+    return all(type(t) is Tensor and t._spec is not None and t.dtype == tensors[0].dtype for t in tensors)
+
+
+def _run(op: Any, *args: Any) -> Any:
+    return dispatch.call(dispatch.info_of(op), args, {})
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return _run(LINEAR, x, weight) if bias is None else _run(LINEAR, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = list(range(x.ndim - 1))
+        return (
+            torch.nn.functional.linear(grad, weight.t().conj()) if of_x else None,
+            aten.tensordot(grad, x.conj(), rows, rows) if of_weight else None,
+            grad.sum(rows) if of_bias else None,
+        )
+
+
+class _Matmul(torch.autograd.Function):
+    """Neither is a vector, and not both are matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any) -> Any:
+        ctx.save_for_backward(a, b)
+        return _run(MATMUL, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        a, b = ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad
+        batch = list(range(grad.ndim - 2))
+        grad_a = grad_b = None
+        if of_a and a.ndim == 2:
+            dims = [*batch, grad.ndim - 1]
+            grad_a = aten.tensordot(grad, b.conj(), dims, dims)
+        elif of_a:
+            grad_a = torch.matmul(grad, b.mH).sum_to_size(a.shape)
+        if of_b and b.ndim == 2:
+            dims = [*batch, grad.ndim - 2]
+            grad_b = aten.tensordot(a.conj(), grad, dims, dims)
+        elif of_b:
+            grad_b = torch.matmul(a.mH, grad).sum_to_size(b.shape)
+        return grad_a, grad_b
+
+
+class _Tensordot(torch.autograd.Function):
+    """No dim is counted from the end."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, dims_a: list[int], dims_b: list[int]) -> Any:
+        ctx.save_for_backward(a, b)
+        ctx.dims = dims_a, dims_b
+        return _run(TENSORDOT, a, b, dims_a, dims_b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        a, b = ctx.saved_tensors
+        dims_a, dims_b = ctx.dims
+        left = [d for d in range(a.ndim) if d not in dims_a]
+        right = [d for d in range(b.ndim) if d not in dims_b]
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            found = aten.tensordot(grad, b.conj(), list(range(len(left), grad.ndim)), right)
+            grad_a = _in_order(found, left + [i for _, i in sorted(zip(dims_b, dims_a, strict=True))])
+        if ctx.needs_input_grad[1]:
+            found = aten.tensordot(a.conj(), grad, left, list(range(len(left))))
+            grad_b = _in_order(found, [j for _, j in sorted(zip(dims_a, dims_b, strict=True))] + right)
+        return grad_a, grad_b, None, None
+
+
+def _in_order(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """The tensor whose dim ``dims[i]`` is dim ``i`` of ``tensor``."""
+    return tensor.permute([dims.index(d) for d in range(len(dims))])
