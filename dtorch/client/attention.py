@@ -16,6 +16,7 @@ import torch
 
 from ..errors import MeshMismatch
 from ..sharding import attention as planning
+from ..sharding import roles
 from ..sharding.attention import Attention, AttentionPlan
 from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
@@ -64,7 +65,7 @@ def _is_ours(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_cau
         return False
     q, k, v = (tuple(spec.shape) for spec in specs)
     # Queries that are split before whole keys need no ring: each device attends to them as it is.
-    split = [planning.splits_sequence(spec) for spec in specs]
+    split = [roles.splits_sequence(spec) for spec in specs]
     if not (any(split[1:]) or (split[0] and (is_causal or dropout)) or (dropout and torch.is_inference_mode_enabled())):
         return False
     same = len(q) == len(k) == len(v) and len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3:-1] == v[-3:-1]
@@ -197,13 +198,12 @@ class _Call(NamedTuple):
     axes: tuple[tuple[int, str], ...]
     fused: bool
 
-    def attention(self) -> Attention:
-        query, key, value = self.specs[:3]
-        insisted_on = dict(self.axes)
-        roles = planning.roles_of(query, key, value, insisted_on)
-        asked_for = planning.is_asked_for((query, key, value), insisted_on)
-        sizes = planning.sizes_of(query, key)
-        return Attention(query.mesh, roles, sizes, self.is_causal, self.has_dropout, asked_for)
+    def attention(self, is_backward: bool) -> Attention:
+        given, insisted_on = self.specs[:3], dict(self.axes)
+        query, key, _ = given
+        chosen = roles.cheapest(roles.roles_of(*given, insisted_on), *given, insisted_on, is_backward)
+        asked_for = roles.is_asked_for(given, insisted_on)
+        return Attention(query.mesh, chosen, roles.sizes_of(query, key), self.is_causal, self.has_dropout, asked_for)
 
     def inputs(self) -> tuple[Spec, Spec, Spec, Spec | None, Spec | None]:
         """Specs of query, key, value, mask and keep."""
@@ -215,11 +215,11 @@ def _forward_plan(call: _Call, saves: bool) -> AttentionPlan:
     query = call.specs[0]
     # torch's fused kernel lays the output out as query is, its composed form does not.
     order = stride_order(tuple(query.shape), query.stride) if call.fused else [0, 1, 2, 3]
-    return planning.forward(call.attention(), *call.inputs(), order, saves)
+    return planning.forward(call.attention(is_backward=False), *call.inputs(), order, saves)
 
 
 def _backward_plan(call: _Call, out: Spec, lse: Spec, grad: Spec, wants_mask: bool) -> AttentionPlan:
-    return planning.backward(call.attention(), *call.inputs(), out, lse, grad, wants_mask)
+    return planning.backward(call.attention(is_backward=True), *call.inputs(), out, lse, grad, wants_mask)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -354,7 +354,7 @@ HANDLE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3).add(torc
 
 
 def compose(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run a composite op's own C++, whose parts are dispatched. (``op.decompose`` prefers Python where torch has that too: matmul takes 130 us.)"""
+    """Run a composite op's own C++, whose parts are dispatched. (``op.decompose`` prefers Python if torch has it: 130 us for matmul.)"""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

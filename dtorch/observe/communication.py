@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import PlacementList, decode, is_partial, is_shard, shard
+from ..placement import REPLICATE, PlacementList, decode, is_partial, is_shard, shard
 from ..program.ir import Program, Rearrange, Reshard, Roles, ShiftStart
 from ..raw import dtype_called
 from ..sharding import transfer
@@ -100,9 +100,11 @@ def _of_rearrange(
     received = [part.received_bytes() for part in parts.values()]
     if not any(received):
         return None
-    there = _attention_placements(move.roles, placements)
+    there = _attention_placements(move.kind, move.roles, placements)
     source, target = (there, placements) if move.back else (placements, there)
-    kind = "reduce_scatter" if any(len(part.terms) > 1 for part in parts.values()) else "all_to_all"
+    summed = any(len(part.terms) > 1 for part in parts.values())
+    gathered = move.roles.keys and move.kind == ("parts" if move.back else "query")
+    kind = "reduce_scatter" if summed else "all_gather" if gathered else "all_to_all"
     axes = [a for a, (p, r) in enumerate(zip(placements, there, strict=True)) if p != r]
     if move.is_causal:  # a zigzag moves rows along the ring, too
         axes = sorted({*axes, *move.roles.ring})
@@ -118,9 +120,11 @@ _OF: dict[type, Callable[..., Communication | None]] = {
 }
 
 
-def _attention_placements(roles: Roles, placements: PlacementList) -> PlacementList:
+def _attention_placements(kind: str, roles: Roles, placements: PlacementList) -> PlacementList:
     """Where a tensor is while attention computes, as far as placements can tell."""
     found = list(placements)
+    for axis in roles.keys:
+        found[axis] = shard(2) if kind in ("key", "parts") else REPLICATE
     for dim, axes in enumerate((roles.batch, roles.heads, roles.ring)):
         for axis in axes:
             found[axis] = shard(dim)

@@ -102,12 +102,14 @@ class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
 class Roles(msgspec.Struct, frozen=True):
     """What each mesh axis splits of an attention: batch, query heads or sequence; an axis in no list splits nothing.
 
-    Axes of one list split one after the other, in the order of the list. Those of ``ring`` make one ring, row by row.
+    Axes of one list split one after the other, in the order of the list. Those of ``ring`` make one ring, row by row. Those of
+    ``keys`` split keys and values alone, which stay where they are: all queries come to each, and what they find there is merged.
     """
 
     batch: tuple[int, ...]
     heads: tuple[int, ...]
     ring: tuple[int, ...]
+    keys: tuple[int, ...] = ()
 
 
 class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
@@ -116,7 +118,7 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
     Back, what several devices computed for one element is added up. The result is never an alias of the source.
 
     Args:
-        kind: ``"query"``, ``"key"`` or ``"scores"``: which of the attention's sizes the tensor's dims are.
+        kind: ``"query"``, ``"key"``, ``"scores"`` or ``"parts"``: which of the attention's sizes the tensor's dims are.
         back: from the attention to ``placements``.
         shape: the attention's sizes, then the tensor's shape.
         order: as in `Reshard`.

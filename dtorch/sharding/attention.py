@@ -1,8 +1,10 @@
-"""Programs of attention over a split sequence, forward and backward: Ulysses, ring, or both at once.
+"""Programs of attention over a split sequence, forward and backward: Ulysses, ring, or both at once; or the queries come to the keys.
 
 Rearrange into where it computes, one ring of blocks, rearrange back. At each step of the ring the block at hand sets out to the next
 device before it is computed on, and the next one is taken in after that, so the way is hidden. In the backward the gradients of a
-block travel with it, one step behind: each device adds its own as they pass, and after a whole round they are home.
+block travel with it, one step behind: each device adds its own as they pass, and after a whole round they are home. Where keys stay
+(`Roles.keys`) there is one block, and all devices get what the queries found at each, to merge by log-sum-exp; in the backward the
+gradients of the queries are summed.
 """
 
 from __future__ import annotations
@@ -10,26 +12,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, PlacementList, boxed, encode, is_shard, shard
+from ..placement import PARTIAL, REPLICATE, PlacementList, boxed, encode, is_shard, shard
 from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
 from ..raw import dtype_name
 from .layout import box_shape
 from .plan import Builder, order_or_none, stride_order
 from .rearrange import is_needless
+from .roles import SEQUENCE
 from .sequence import Sizes, boxes, ring_place, wide
 from .spec import Spec, mesh_id
-
-SEQUENCE = 2
-"""The dim of (batch, heads, sequence, features) that is split."""
-
-#: What an axis of this name does when it splits the sequence.
-BY_NAME = {"ulysses_cp": "ulysses", "ulysess_cp": "ulysses", "ring_cp": "ring"}
 
 #: Programs whose communication was asked for, by the name of an axis or by `dtorch.nn.SdpaOption`.
 ASKED_FOR = ("dtorch.context_parallel_attention", "dtorch.context_parallel_attention_backward")
@@ -72,7 +68,7 @@ class Attention:
         return f"dtorch.context_parallel_{what}" if self.asked_for else f"dtorch.{what}"
 
     def moves(self, query: Spec, key: Spec, value: Spec) -> tuple[tuple[Spec, Spec], ...]:
-        """See `AttentionPlan`. Keys and values that travel a ring are needed everywhere on it."""
+        """See `AttentionPlan`. Keys and values that travel a ring are needed all along it; what is found at keys that stay is summed."""
         if self.asked_for:
             return ()
         found = []
@@ -82,71 +78,13 @@ class Attention:
                 for axis in axes:
                     travels = dim == SEQUENCE and spec is not query
                     placements[axis] = REPLICATE if travels else shard(dim)
+            for axis in self.roles.keys:
+                placements[axis] = REPLICATE if spec is query else shard(SEQUENCE)
             found.append((spec, spec.with_placements(PlacementList(placements))))
+        if self.roles.keys:
+            merged = [PARTIAL if axis in self.roles.keys else p for axis, p in enumerate(query.placements)]
+            found.append((query.with_placements(PlacementList(merged)), whole_features(query)))
         return tuple((source, target) for source, target in found if source is not target)
-
-
-def sizes_of(query: Spec, key: Spec) -> Sizes:
-    return Sizes(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2])
-
-
-def splits_sequence(spec: Spec) -> bool:
-    """Whether several devices share the sequence of a (…, sequence, features) tensor."""
-    dim = spec.ndim - 2
-    return any(is_shard(p) and p.dim == dim and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))  # type: ignore[attr-defined]
-
-
-def is_asked_for(specs: Sequence[Spec], insisted: Mapping[int, str]) -> bool:
-    """Whether each axis that splits the sequence of one of q, k and v says by its name, or is told, what to do with it."""
-    mesh = specs[0].mesh
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return all(
-        axis in insisted or names[axis] in BY_NAME
-        for axis, size in enumerate(mesh.shape)
-        if size > 1 and any(is_shard(p := s.placements[axis]) and p.dim == SEQUENCE for s in specs)  # type: ignore[attr-defined]
-    )
-
-
-def roles_of(query: Spec, key: Spec, value: Spec, insisted: Mapping[int, str]) -> Roles:
-    """What each axis splits. One that splits the sequence is Ulysses or part of the ring: as ``insisted``, else by its name, else
-    Ulysses where it splits the heads of queries and keys evenly, which moves least, else the ring.
-
-    Raises:
-        ValueError: ``insisted`` on Ulysses with fewer heads than devices.
-    """
-    mesh = query.mesh
-    batch: list[int] = []
-    heads: list[int] = []
-    sequence: list[int] = []
-    for axis, size in enumerate(mesh.shape):
-        dims = [p.dim for s in (query, key, value) if is_shard(p := s.placements[axis]) and p.dim < 3]  # type: ignore[attr-defined]
-        if size > 1 and dims:
-            (batch, heads, sequence)[dims[0]].append(axis)
-    ring: list[int] = []
-    pieces = 1
-    for axis in heads:
-        pieces *= mesh.shape[axis]
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    for axis in sequence:
-        more = pieces * mesh.shape[axis]
-        few = query.shape[1] < more
-        chosen = insisted.get(axis) or BY_NAME.get(names[axis])
-        if chosen == "ulysses" and few:
-            if axis in insisted:
-                raise ValueError(
-                    f"scaled_dot_product_attention: SdpaOption(ulysses_cp_dim={names[axis] or axis!r}) splits the heads over {more} "
-                    f"devices, but query has {query.shape[1]} heads; use ring_cp_dim, or a smaller axis"
-                )
-            chosen = "ring"
-        if chosen is None:
-            even = query.shape[1] % more == 0 and key.shape[1] % more == 0
-            chosen = "ulysses" if even else "ring"
-        if chosen == "ulysses":
-            heads.append(axis)
-            pieces = more
-        else:
-            ring.append(axis)
-    return Roles(tuple(batch), tuple(heads), tuple(ring))
 
 
 def whole_features(spec: Spec) -> Spec:
@@ -196,12 +134,16 @@ def forward(
     shape = torch.Size((*query.shape[:3], value.shape[3]))
     out_spec = Spec.of(attention.mesh, goal.placements, shape, _stride(shape, order), query.dtype)
     lse_spec = Spec.of(attention.mesh, goal.placements, query.shape[:3], None, wide(query.dtype))
+    bring = writer.back
+    if attention.roles.keys:
+        out, lse = writer.merged(out, lse, out_spec)
+        bring = writer.cut
     (out,) = writer.local(
         "dtorch.attention_finish", [Slot(out), Const("dtype", dtype_name(query.dtype)), list(order)], 1
     )
-    outs = [writer.back(out, out_spec, "query")]
+    outs = [bring(out, out_spec, "query")]
     if wants_lse:
-        outs.append(writer.back(lse, lse_spec, "query"))
+        outs.append(bring(lse, lse_spec, "query"))
     program = writer.builder.program(attention.name("attention"), outs)
     moves = attention.moves(query, key, value)
     return AttentionPlan(program, writer.builder.operands, (out_spec, lse_spec)[: len(outs)], moves)
@@ -291,6 +233,22 @@ class _Writer:
         """Bring what was computed to ``spec``."""
         return self._rearranged(slot, spec, kind, back=True)
 
+    def merged(self, out: int, lse: int, spec: Spec) -> tuple[int, int]:
+        """Merge what the queries found at each place along `Roles.keys`: output and log-sum-exp, all queries on each device."""
+        places, _ = ring_place(self.attention.mesh.shape, (0,) * spec.mesh.ndim, self.attention.roles.keys)
+        batch, heads, queries, features = spec.shape
+        (part,) = self.local("dtorch.attention_part", [Slot(out), Slot(lse)], 1)
+        shape = torch.Size((batch, heads, places * queries, features + 1))
+        parts = Spec.of(spec.mesh, _whole_sequence(spec.placements), shape, None, wide(spec.dtype))
+        part = self.back(part, parts, "parts")
+        out, lse = self.local("dtorch.attention_merge", [Slot(part), places], 2)
+        return out, lse
+
+    def cut(self, slot: int, spec: Spec, kind: str) -> int:
+        """Bring what `merged` gave to ``spec``: no device lacks anything of that."""
+        held = spec.with_placements(_whole_sequence(spec.placements))
+        return slot if held is spec else self.builder.reshard(slot, held, spec)
+
     def _rearranged(self, slot: int, spec: Spec, kind: str, back: bool) -> int:
         a = self.attention
         if is_needless(a.mesh, kind, back, spec.placements, a.roles, a.is_causal, a.sizes, tuple(spec.shape)):
@@ -318,7 +276,7 @@ class _Writer:
         a = self.attention
         mask = Slot(slots[0]) if has_mask else None
         keep = Slot(slots[-1]) if has_keep else None
-        roles: Arg = [list(axes) for axes in (a.roles.batch, a.roles.heads, a.roles.ring)]
+        roles: Arg = [list(axes) for axes in (a.roles.batch, a.roles.heads, a.roles.ring, a.roles.keys)]
         sizes = self.builder.operand(list(a.sizes))
         dropout: list[Arg] = [DROPOUT, KEY] if a.has_dropout else [0.0, None]
         return lambda step: [roles, sizes, a.is_causal, step, SCALE, mask, *dropout, keep]
@@ -347,6 +305,10 @@ class _Writer:
         slot = self.builder.slot()
         self.builder.body.append(ShiftDone(slot, mesh_id(a.mesh), a.roles.ring, dtype_name(dtype)))
         return slot
+
+
+def _whole_sequence(placements: PlacementList) -> PlacementList:
+    return PlacementList(REPLICATE if is_shard(p) and p.dim == SEQUENCE else p for p in placements)  # type: ignore[attr-defined]
 
 
 def _slot(slot: int | None) -> Slot | None:

@@ -87,7 +87,7 @@ def is_needless(
 ) -> bool:
     """Whether every device holds the very same under ``placements`` and in the attention, and there is nothing to add up."""
     seen: set[tuple] = set()
-    splitting = {*roles.batch, *roles.heads, *roles.ring}
+    splitting = {*roles.batch, *roles.heads, *roles.ring, *roles.keys}
     for coordinate in itertools.product(*map(range, mesh.shape)):
         held = boxes(kind, roles, is_causal, sizes, mesh.shape, coordinate, shape)
         if held != [local_box(placements, mesh.shape, coordinate, shape)]:
@@ -122,7 +122,7 @@ def _backward(
 ) -> tuple[Box, tuple[tuple[Piece, ...], ...]]:
     """The pieces of the device's box under ``placements``; a term holds no element twice."""
     target = local_box(placements, mesh.shape, coordinate, shape)
-    splitting = {*roles.batch, *roles.heads, *roles.ring}
+    splitting = {*roles.batch, *roles.heads, *roles.ring, *roles.keys}
     terms: list[list[Piece]] = [[]]
     for other in itertools.product(
         *(range(n) if a in splitting else (coordinate[a],) for a, n in enumerate(mesh.shape))

@@ -4,7 +4,8 @@ Axes that split the heads give each device all positions of some heads (Ulysses,
 devices' query heads share are on all of those. Axes of the ring split the positions (Ring Attention, arXiv 2310.01889): a device
 keeps its queries while key and value blocks travel. Under a causal mask the positions are cut into twice as many chunks as
 there are devices, and device ``i`` takes chunks ``i`` and ``2n - 1 - i`` (zigzag; the imbalance and striped orders: arXiv
-2311.09431): then each has the same work, and at each step of the ring.
+2311.09431): then each has the same work, and at each step of the ring. Axes that split the keys alone have all queries come to the keys:
+few queries before many keys, as when a decoder has a cache that is split.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def query_ranges(
 def key_ranges(
     roles: Roles, is_causal: bool, sizes: Sizes, mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> list[Range]:
-    """The keys of the block that is at home on a device, in the order in which it holds them. Keys that no query sees are on none."""
+    """The keys of the block that is at home on a device, in its order. In a zigzag, keys that no query sees are on none."""
     if not is_causal or not roles.ring:
-        return [split(sizes.keys, mesh_shape, coordinate, roles.ring)]
+        return [split(sizes.keys, mesh_shape, coordinate, (*roles.ring, *roles.keys))]
     n, place = ring_place(mesh_shape, coordinate, roles.ring)
     ramp = min(sizes.queries, sizes.keys)
     return [_part(0, ramp, 2 * n, place), _part(0, ramp, 2 * n, 2 * n - 1 - place)]
@@ -121,13 +122,17 @@ def boxes(
 
     Args:
         kind: ``"query"``: (batch, heads, queries, …); ``"key"``: (batch, key heads, keys, …); ``"scores"``: (batch, heads,
-            queries, keys), in which sizes of 1 are broadcast, so whole.
+            queries, keys), in which sizes of 1 are broadcast, so whole; ``"parts"``: (batch, heads, places × queries, …), what the queries
+            found at each place along `Roles.keys`, one behind the other.
     """
     whole = [(0, size) for size in shape]
     box = list(whole)
     box[0] = split(sizes.batch, mesh_shape, coordinate, roles.batch)
     box[1] = (kv_head_range if kind == "key" else head_range)(roles, sizes, mesh_shape, coordinate)
     ranges = (key_ranges if kind == "key" else query_ranges)(roles, is_causal, sizes, mesh_shape, coordinate)
+    if kind == "parts":
+        _, place = ring_place(mesh_shape, coordinate, roles.keys)
+        ranges = [(place * sizes.queries, (place + 1) * sizes.queries)]
     if kind == "scores":
         box[:2] = [one if size == 1 else range_ for one, size, range_ in zip(whole, shape, box[:2], strict=False)]
         ranges = [(0, 1)] if shape[2] == 1 else ranges

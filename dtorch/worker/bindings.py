@@ -20,6 +20,7 @@ from ..sharding.transfer import Transfer, steps
 from . import (  # noqa: F401  these register the device functions
     functions,
     functions_attention,
+    functions_attention_backward,
     functions_files,
     functions_sharded,
     random,

@@ -13,6 +13,7 @@ from dtorch.placement import PlacementList, shard
 from dtorch.program.ir import Local, Program, Rearrange, Roles, ShiftDone, ShiftStart, outs_of, slots_of
 from dtorch.sharding import attention as planning
 from dtorch.sharding.layout import box_shape
+from dtorch.sharding.roles import roles_of, sizes_of
 from dtorch.sharding.sequence import Sizes, boxes, step_tasks
 from dtorch.sharding.spec import Spec
 
@@ -25,7 +26,7 @@ def plans(n: int, is_causal: bool, dtype: torch.dtype = torch.float32) -> tuple[
     placements = PlacementList([shard(2)])
     x = Spec.of(mesh, placements, (2, 4, 8 * n, 16), None, dtype)
     lse = Spec.of(mesh, placements, (2, 4, 8 * n), None, torch.float32)
-    attention = planning.Attention(mesh, RING, planning.sizes_of(x, x), is_causal, False, True)
+    attention = planning.Attention(mesh, RING, sizes_of(x, x), is_causal, False, True)
     return (
         planning.forward(attention, x, x, x, None, None, [0, 1, 2, 3], True),
         planning.backward(attention, x, x, x, None, None, x, lse, x, False),
@@ -158,7 +159,7 @@ def test_an_axis_that_is_not_named_is_ulysses_where_heads_divide_evenly() -> Non
 
     def roles(heads: int, kv_heads: int) -> Roles:
         q, k = (Spec.of(mesh, placements, (1, h, 16, 8), None, torch.float32) for h in (heads, kv_heads))
-        return planning.roles_of(q, k, k, {})
+        return roles_of(q, k, k, {})
 
     assert roles(8, 4) == Roles((), (0, 1), ())
     assert roles(8, 2) == Roles((), (0,), (1,))
