@@ -21,7 +21,7 @@ from ..sharding.attention import Attention, AttentionPlan
 from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import aliasing, host, lines, random_ops, runtime, torch_internals
+from . import aliasing, attention_composed, host, lines, random_ops, runtime, torch_internals
 from .interrupts import critical
 from .values import Value, next_value_id
 
@@ -127,7 +127,7 @@ def _attend(
 def _drawn(query: Any, scores: tuple[int, ...], dropout: float) -> Tensor:
     """Which scores are kept, drawn as torch does, and split like the queries."""
     keep = torch.empty(scores, dtype=torch.float32, device="cpu").bernoulli_(1.0 - dropout).bool()
-    spec = planning.whole_features(query._spec)
+    spec = roles.whole_features(query._spec)
     return host.from_plain(keep.reshape(*query.shape[:3], scores[-1]), spec.mesh, spec.placements)
 
 
@@ -167,11 +167,16 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         if type(grad) is not Tensor or grad._spec is None:
             grad = _placed(grad, out._spec.mesh)
+        if torch.is_grad_enabled():  # create_graph=True
+            count, call = 3 + ctx.call.has_mask, ctx.call
+            keep = tensors[-1] if call.has_keep else None
+            wanted = list(ctx.needs_input_grad[:count])
+            given = attention_composed.gradients(tensors[:count], keep, grad, wanted, call.is_causal, ctx.numbers)
+            return (*given, *[None] * (10 - count))
         wants_mask = ctx.needs_input_grad[3]
         key = (ctx.call, out._spec, lse._spec, grad._spec, wants_mask)
         found = _run(_backward_plan, key, [*tensors, out, lse, grad], ctx.numbers)

@@ -138,8 +138,8 @@ def _like_stride(spec: Spec, kwargs: dict[str, Any]) -> tuple[int, ...]:
     return torch.empty_like(plain, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
 
 
-def generate(fill: Any, arguments: list[Any], spec: Spec) -> Tensor:
-    """A new tensor of ``spec`` filled as ``fill`` would with ``arguments``."""
+def generate(fill: Any, arguments: list[Any], spec: Spec, key: int | None = None) -> Tensor:
+    """A new tensor of ``spec`` filled as ``fill`` would with ``arguments``, from ``key`` or one that is drawn now."""
     if fill in INTEGER_FILLS:
         name = "dtorch.random_integers"
     else:
@@ -148,7 +148,7 @@ def generate(fill: Any, arguments: list[Any], spec: Spec) -> Tensor:
             d if a is None else a for a, (_, d) in zip(arguments + [None] * len(defaults), defaults, strict=False)
         ]
     builder = Builder(spec.mesh, 0, 0)
-    numbers = [builder.operand(draw_key()), *[builder.operand(a) for a in arguments]]
+    numbers = [builder.operand(draw_key() if key is None else key), *[builder.operand(a) for a in arguments]]
     return fresh.make(builder, name, numbers, spec)
 
 

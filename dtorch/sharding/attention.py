@@ -23,7 +23,7 @@ from ..raw import dtype_name
 from .layout import box_shape
 from .plan import Builder, order_or_none, stride_order
 from .rearrange import is_needless
-from .roles import SEQUENCE
+from .roles import SEQUENCE, whole_features
 from .sequence import Sizes, boxes, ring_place, wide
 from .spec import Spec, mesh_id
 
@@ -85,16 +85,6 @@ class Attention:
             merged = [PARTIAL if axis in self.roles.keys else p for axis, p in enumerate(query.placements)]
             found.append((query.with_placements(PlacementList(merged)), whole_features(query)))
         return tuple((source, target) for source, target in found if source is not target)
-
-
-def whole_features(spec: Spec) -> Spec:
-    """``spec`` with whole features and no pending sum, as attention takes and gives it."""
-    return spec.with_placements(
-        PlacementList(
-            REPLICATE if is_shard(p) and p.dim > SEQUENCE else p  # type: ignore[attr-defined]
-            for p in boxed(spec.placements)
-        )
-    )
 
 
 def forward(

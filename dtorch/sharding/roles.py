@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..placement import is_shard
+from ..placement import REPLICATE, PlacementList, boxed, is_shard
 from ..program.ir import Roles
 from .sequence import Sizes, wide
 from .spec import Spec
@@ -25,6 +25,16 @@ def splits_sequence(spec: Spec) -> bool:
     """Whether several devices share the sequence of a (…, sequence, features) tensor."""
     dim = spec.ndim - 2
     return any(is_shard(p) and p.dim == dim and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))  # type: ignore[attr-defined]
+
+
+def whole_features(spec: Spec) -> Spec:
+    """``spec`` with whole features and no pending sum, as attention takes and gives it."""
+    return spec.with_placements(
+        PlacementList(
+            REPLICATE if is_shard(p) and p.dim > SEQUENCE else p  # type: ignore[attr-defined]
+            for p in boxed(spec.placements)
+        )
+    )
 
 
 def is_asked_for(specs: Sequence[Spec], insisted: Mapping[int, str]) -> bool:
