@@ -101,7 +101,11 @@ def cheapest(
     sequence = [
         axis
         for axis, size in enumerate(mesh.shape)
-        if size > 1 and is_shard(p := key.placements[axis]) and p.dim == SEQUENCE and insisted.get(axis) != "ulysses"  # type: ignore[attr-defined]
+        if size > 1
+        and is_shard(p := key.placements[axis])
+        and p.dim == SEQUENCE  # type: ignore[attr-defined]
+        and axis not in roles.batch
+        and insisted.get(axis) != "ulysses"
     ]
     if not sequence or set(roles.ring) - set(sequence):
         return roles

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dtorch
-from dtorch import Replicate, nn
+from dtorch import Replicate, Shard, nn
 
-from .compare import MESHES, SEQUENCE, compare
+from .compare import BATCH, HEADS, MESHES, SEQUENCE, compare
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -48,6 +48,13 @@ def test_values(mesh: str, case: str) -> None:
     if "dropout_p" in options:
         dtorch.shutdown()
         dtorch.init(engine="simulate")
+
+
+@pytest.mark.parametrize("where", [[Replicate(), BATCH], [HEADS, SEQUENCE], [Shard(3), BATCH], [BATCH, HEADS]])
+def test_queries_that_lie_otherwise(where: list[Any]) -> None:
+    on, placements = MESHES["both"]
+    for queries in (1, 5):
+        compare(on, where, key_placements=placements, queries=queries, keys=64)
 
 
 def placed(mesh: Any, queries: int, keys: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
