@@ -373,10 +373,14 @@ def override(op: torch._ops.OpOverload, function: Callable[..., Any], with_memor
         _overrides.impl(name, function, key)
 
 
+def is_in_dispatch_mode() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def is_intercepted(expected: bool) -> bool:
     """Whether ``torch.func``, a dispatch mode or a function mode (beside one that is ``expected``) stands before our tensors."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
+        is_in_dispatch_mode()
         or torch._C._len_torch_function_stack() > expected
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

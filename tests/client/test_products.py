@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -131,6 +132,14 @@ def test_errors_are_torchs(mode: Any) -> None:
                 call(x, other)
             with mode(), pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
                 call(placed, dtorch.distribute_tensor(other, MESH))
+
+
+def test_a_dispatch_mode_sees_them() -> None:
+    _, shapes, where = CASES["linear, by columns"]
+    for mode in (torch.no_grad, torch.enable_grad):
+        with FlopCounterMode(display=False) as counter, mode():
+            linear(*place(tensors(shapes), where))
+        assert counter.get_total_flops() == 2 * 4 * 7 * 6 * 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
