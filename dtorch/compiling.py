@@ -25,7 +25,7 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
     """A function or module whose calls are recorded, and run with one message to the workers from then on.
 
     The contract of ``jax.jit`` and of CUDA graphs. The first call with new argument specs, Python arguments, modes of torch (grad,
-    inference, autocast, default dtype, train and eval) or specs of tensors outside is run as it is and recorded; later calls run the program.
+    inference, autocast, default dtype, train and eval) or specs of tensors outside is run and recorded; later calls run the program.
 
     - *Read at every call*: arguments, and tensors outside of the function, in modules, closures, globals, optimizers, and ``.grad``, by
       where they are. Another object in such a place is another recording. Plain tensors among them are sent anew each time.

@@ -93,10 +93,9 @@ class Guards:
             for module in modules
             for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         ]
-        self._hook_count = self._count_hooks()
-
-    def _count_hooks(self) -> tuple[int, int]:
-        return RemovableHandle.next_id, sum(map(len, self._hooks))
+        self._newest_hook = RemovableHandle.next_id
+        self._used_hooks = [hooks for hooks in self._hooks if hooks]
+        self._hook_counts = list(map(len, self._used_hooks))
 
     def find(self) -> list[Any]:
         """What is at the edges now, or `Mismatch`."""
@@ -115,16 +114,13 @@ class Guards:
                         raise Mismatch
                 elif not isinstance(expected, torch.Tensor) or type(child) is not type(expected):
                     raise Mismatch
-        if self._hook_count != (RemovableHandle.next_id, sum(map(len, self._hooks))):
-            if self._hook_count[1] != sum(map(len, self._hooks)) or self._hooks_changed():
+        if self._hook_counts and list(map(len, self._used_hooks)) != self._hook_counts:
+            raise Mismatch
+        if self._newest_hook != RemovableHandle.next_id:
+            if any(id >= self._newest_hook for hooks in self._hooks for id in hooks):
                 raise Mismatch
-            self._hook_count = self._count_hooks()
+            self._newest_hook = RemovableHandle.next_id
         return found
-
-    def _hooks_changed(self) -> bool:
-        """Whether a module has a hook that is newer than the recording."""
-        newest = self._hook_count[0]
-        return any(id >= newest for hooks in self._hooks for id in hooks)
 
 
 def annotated(segment: Segment) -> list[tuple[str, str]]:
@@ -177,10 +173,11 @@ class Captured:
     def handles(self, tensors: list[torch.Tensor], found: list[Any]) -> list[Any]:
         """The handles that the programs read, each as it must be; or `Mismatch`."""
         handles = [tensors[i] for i in self.leaves]
-        handles += [found[i] for i in self.places]
-        if any(type(h) is not Tensor or h._spec is None for h in handles):
-            raise Mismatch
-        ids = list(map(_id_of, handles))
+        handles += map(found.__getitem__, self.places)
+        try:
+            ids = list(map(_id_of, handles))
+        except AttributeError:  # not one of ours, or not placed
+            raise Mismatch from None
         if ids != self._last:
             if any(map(operator.is_not, map(_spec_of, handles), self.specs)):
                 raise Mismatch
