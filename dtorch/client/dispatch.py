@@ -17,7 +17,7 @@ from ..errors import DTorchError, MeshMismatch
 from ..mesh import DeviceMesh
 from ..sharding import shapes
 from ..sharding.forms import form_of, resized, serves_its_form
-from ..sharding.plan import Choice, Plan, decide, describe, plan_gathered, write_plan
+from ..sharding.plan import Choice, Plan, completions, decide, describe, plan_gathered, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
@@ -53,7 +53,7 @@ _PLANS: OrderedDict[tuple, Plan | Choice] = OrderedDict()
 #: Plans that serve whatever has their form, by that.
 _FORMS: OrderedDict[tuple, Plan] = OrderedDict()
 
-#: Called with the arguments of `tell` before an op moves its inputs.
+#: Called with the arguments of `tell` before an op moves its inputs, or completes a reduction.
 before_moves: list[Any] = []
 
 #: Follows the type of a number in a key if the number `enlarges`: then pending sums may not be scaled by it.
@@ -275,8 +275,10 @@ def execute(
         whole = kept.summed_before(plan, tensors, controller)
         if whole is not None:
             return call(info, *_with_tensors(args, kwargs, whole))
-    if plan.moves:
-        tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
+    completed = completions(plan) if type(plan) is Choice else plan.completed
+    if plan.moves or completed:
+        moves = (*plan.moves, *completed)
+        tell(info.name, [t._spec for t in tensors], moves, plan.decision.gathered, plan.call)
     if type(plan) is Choice:
         copies = kept.brought(plan, tensors, info.name, controller)
         if copies is not None:
@@ -396,7 +398,7 @@ def execute_simple(
 
 
 def tell(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None) -> None:
-    """An op is about to run on tensors that it moves first."""
+    """An op is about to run on tensors that it moves first, or to complete a reduction."""
     for look in before_moves:
         look(name, specs, moves, gathered, call)
 

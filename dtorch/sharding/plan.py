@@ -83,10 +83,14 @@ class Plan:
     names_shapes: bool = False
     #: One fresh result, nothing written, nothing moved.
     is_simple: bool = dataclasses.field(init=False)
+    #: See `completions`.
+    completed: tuple[tuple[Spec, Spec], ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         fresh = self.aliases == (None,) and self.outputs not in ((), (None,))
-        self.is_simple = fresh and self.structure == "tensor" and not self.writes and not self.moves
+        self.completed = completions(self)
+        moved = self.moves or self.completed
+        self.is_simple = fresh and self.structure == "tensor" and not self.writes and not moved
 
 
 class Builder:
@@ -398,6 +402,26 @@ def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slo
     return outs
 
 
+def completions(plan: Choice | Plan) -> tuple[tuple[Spec, Spec], ...]:
+    """The outputs whose pending reductions are completed before the plan ends: as the op returns them, and after."""
+    if plan.call is None:
+        return ()
+    found = []
+    for out, placements in zip(plan.call.outputs, plan.decision.outputs, strict=False):
+        if out is not None and placements is not None and _is_completed(plan.decision, placements):
+            spec = Spec.of(plan.mesh, placements, out.shape, out.stride, out.dtype)
+            found.append((spec, _done(plan.decision, spec)))
+    return tuple(found)
+
+
+def _is_completed(decision: Decision, placements: PlacementList) -> bool:
+    return any(is_partial(p) and (decision.finish or p.reduce_op != "sum") for p in placements)  # type: ignore[attr-defined]
+
+
+def _done(decision: Decision, spec: Spec) -> Spec:
+    return spec.with_placements(PlacementList(_completed(p, bool(decision.finish)) for p in spec.placements))
+
+
 def _finish(
     builder: Builder, info: OpInfo, call: Call, decision: Decision, outs: list[int], mesh: DeviceMesh
 ) -> tuple[Spec | None, ...]:
@@ -408,8 +432,8 @@ def _finish(
             specs.append(None)
             continue
         spec = Spec.of(mesh, placements, out.shape, out.stride, out.dtype)
-        if outs[i] >= 0 and any(is_partial(p) and (decision.finish or p.reduce_op != "sum") for p in placements):
-            done = spec.with_placements(PlacementList(_completed(p, bool(decision.finish)) for p in placements))
+        if outs[i] >= 0 and _is_completed(decision, placements):
+            done = _done(decision, spec)
             outs[i] = builder.reshard(outs[i], spec, done)
             spec = done
         specs.append(spec)

@@ -60,6 +60,25 @@ def test_ops_that_run_in_ways_of_their_own_are_refused_too(name: str) -> None:
         x.cumprod(0) if name == "cumprod" else getattr(x, name)()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.amax(0),
+        lambda x: torch.linalg.vector_norm(x),
+        lambda x: torch._foreach_norm([x]),
+        lambda x: (x > 0).all(),
+    ],
+)
+def test_a_reduction_that_the_op_completes_is_told(call: object) -> None:
+    """The norm of gradients that are split, for one."""
+    x = placed(Shard(0))
+    with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication, match=r"from \[Partial"):
+        call(x)
+    x.grad = placed(Shard(0))
+    with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication):
+        torch.nn.utils.clip_grad_norm_([x], 1.0)
+
+
 def test_it_stays_set_and_is_restored() -> None:
     x = placed(Shard(1))
     dtorch.set_implicit_communication("error")
