@@ -148,9 +148,9 @@ class Recording:
         read = {i for i, value in enumerate(self.values) if value.id in used}
         try:
             outputs, inputs, found, reach = differentiate(self.handles, self.outer, read, self.recorder)
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
+        except (
+            RuntimeError
+        ) as error:  # the graph is used up, or its tensors were written: told when there is a backward
             outputs = [i for i, handle in enumerate(self.handles) if handle.grad_fn is not None]
             inputs = [i for i in sorted(read) if self.outer[i].requires_grad]
             return Gradient(self.name, outputs, inputs, [set() for _ in outputs], [], str(error)), []

@@ -201,7 +201,7 @@ class Recorder:
         """Call a function that takes no tensor; what it makes may be one of ours."""
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
-        if type(result) in PLAIN and self.section is None:
+        if self.section is None and is_plain(result):
             draws = not torch.equal(state, torch.get_rng_state())
             self.tape.made(func, args, kwargs, result, draws)
             self.items.append(self.tape.entries[-1])
@@ -235,7 +235,7 @@ class _Functions(TorchFunctionMode):
         if recorder.section is not None:
             return recorder.section.call(func, args, kwargs)
         tensors = tensors_in([*args, *kwargs.values()])
-        if any(type(tensor) not in PLAIN for tensor in tensors):
+        if not all(map(is_plain, tensors)):
             return func(*args, **kwargs)
         if func in _LOOKS:
             recorder.tape.looked_at(tensors[0], f"a plain tensor's values are read at {lines.here()}")
@@ -247,6 +247,11 @@ class _Functions(TorchFunctionMode):
         if tensors:
             return recorder.plain_op(func, args, kwargs)
         return recorder.factory(func, args, kwargs)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor with memory of its own: none of ours, nor one that ``torch.func`` has wrapped."""
+    return type(value) in PLAIN and torch_internals.innermost(value) is value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -154,6 +154,21 @@ def test_a_loss_whose_graph_is_used_up() -> None:
             loss.backward()
 
 
+def test_a_graph_that_cannot_be_run_is_told_of_at_backward() -> None:
+    w = torch.nn.Parameter(placed(W))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        out = (x @ w).exp()
+        out[0] *= 2  # exp has saved what it returned
+        return out
+
+    compiled = dtorch.compile(function)
+    for _ in range(2):
+        out = compiled(placed(X))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 def test_dropout_and_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -313,6 +313,16 @@ def test_uneven_and_empty_shards() -> None:
         close(function(placed(x + step, Shard(0))), ((x + step) * 2).softmax(-1).sum(0))
 
 
+def test_torch_func_inside() -> None:
+    w = placed(W)
+    gradient = torch.func.grad(lambda t, w: (t @ w).square().sum())
+    compiled = dtorch.compile(lambda x: torch.vmap(lambda t: t.softmax(0) * 2)(gradient(x, w)))
+    for step in range(3):
+        x = X + step
+        close(compiled(placed(x)), torch.vmap(lambda t: t.softmax(0) * 2)(gradient(x, W)))
+    assert runs(compiled, placed(X))[1] == 1
+
+
 def test_inside_another() -> None:
     inner = dtorch.compile(lambda x: x * 2 + 1)
     outer = dtorch.compile(lambda x: inner(x) + inner(x + 1))
