@@ -449,10 +449,9 @@ class Recording:
         captured.numbers = list(recorder.numbers)
         captured.segments = segments
         controller = runtime.controller()
-        with controller.lock:
-            captured.programs = [controller.define(segment.program) for segment in segments]
+        captured.programs = [controller.define(segment.program) for segment in segments]
         captured.instructions = max(1, sum(len(segment.program.body) for segment in segments))
-        captured.nbytes = sum(o.spec.nbytes // len(o.spec.mesh.device_ids) for o in captured.outputs)
+        captured.nbytes = sum(o.spec.local_nbytes for o in captured.outputs)
 
     def _is_hidden(self, made: set[int]) -> bool:
         """Whether a value made in the function lives on where no later call would put its like."""

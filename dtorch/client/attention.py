@@ -21,9 +21,7 @@ from ..sharding.attention import Attention, AttentionPlan
 from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import aliasing, attention_composed, host, lines, random_ops, runtime, torch_internals
-from .interrupts import critical
-from .values import Value, next_value_id
+from . import attention_composed, host, issuing, lines, random_ops, runtime, torch_internals
 
 aten = torch.ops.aten
 OP = aten.scaled_dot_product_attention.default
@@ -233,41 +231,20 @@ def _planned(make: Any, key: tuple) -> tuple[int, AttentionPlan]:
     controller = runtime.controller()
     plan = make(*key)
     controller.mesh(plan.outputs[0].mesh)
-    with controller.lock:
-        return controller.define(plan.program), plan
+    return controller.define(plan.program), plan
 
 
 def _run(make: Any, key: tuple, tensors: list[Any], numbers: tuple[float, float, int]) -> list[Tensor]:
     from . import dispatch
 
     controller = runtime.controller()
-    for tensor in tensors:
-        if tensor._value.id < controller.floor:
-            raise controller.foreign()
     program, plan = _planned(make, key)
     if plan.moves:
         specs = [t._spec for t in tensors]
         dispatch.tell("scaled_dot_product_attention", specs, plan.moves, False, None)
-    results = _issue(controller, program, plan, tensors, numbers)
-    controller.bytes_ahead += sum(spec.nbytes for spec in plan.outputs) // len(plan.outputs[0].mesh.device_ids)
-    controller.pressure()
-    if controller.sync:
-        controller.synchronize()
-    return results
-
-
-@critical
-def _issue(controller: Any, program: int, plan: AttentionPlan, tensors: list[Any], numbers: Any) -> list[Tensor]:
-    from . import dispatch
-
-    with controller.lock:
-        for tensor in tensors:
-            if tensor._value.copy is not None:
-                aliasing.refresh(controller, tensor._value)
-        values = [Value(next_value_id()) for _ in plan.outputs]
-        ids = [t._value.id for t in tensors] + [v.id for v in values]
-        controller.issue([program, *ids, *numbers, *plan.operands], "scaled_dot_product_attention")
-        return [dispatch.wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]
+    operands = [*numbers, *plan.operands]
+    values = issuing.run(controller, program, tensors, plan.outputs, operands, "scaled_dot_product_attention")
+    return [dispatch.wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]
 
 
 runtime.on_close.append(_planned.cache_clear)

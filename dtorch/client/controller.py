@@ -165,6 +165,13 @@ class Controller:
                 log.debug("send from %d: %s", self.sequence - len(batch), lines.shortened(batch))
             self.engine.send(batch)
 
+    def ran(self, nbytes: int) -> None:
+        """Take note of an op that was issued, and of the bytes that its results take on a device. Called without the lock."""
+        self.bytes_ahead += nbytes
+        self.pressure()
+        if self.sync:
+            self.synchronize()
+
     def pressure(self) -> None:
         """Wait while the workers are too far behind. Called without the lock, after an op."""
         if self.sequence % 256 and self.bytes_ahead < AHEAD_BYTES:
@@ -285,15 +292,17 @@ class Controller:
             if self.devices:
                 self.issue([protocol.DEFAULT_DTYPE, dtype_name(self.default_dtype)])
 
+    @interrupts.critical
     def define(self, program: Program) -> int:
-        """The id of ``program``, sent to the workers once. The caller holds the lock."""
+        """The id of ``program``, sent to the workers once."""
         body = msgspec.msgpack.encode(program)
-        number = self.programs.get(body)
-        if number is None:
-            number = self.programs[body] = protocol.FIRST_PROGRAM + len(self.programs)
-            self.program_bodies.append((number, body))
-            log.debug("program %d: %s", number, program)
-            self.issue([protocol.DEFINE, number, body])
+        with self.lock:
+            number = self.programs.get(body)
+            if number is None:
+                number = self.programs[body] = protocol.FIRST_PROGRAM + len(self.programs)
+                self.program_bodies.append((number, body))
+                log.debug("program %d: %s", number, program)
+                self.issue([protocol.DEFINE, number, body])
         return number
 
     # -- values in and out --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
 from ..tensor import Tensor
-from . import aliasing, host, kept, lines, runtime, torch_internals
+from . import aliasing, host, issuing, kept, lines, runtime, torch_internals
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .interrupts import critical
 from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
@@ -138,6 +138,10 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
             plan = make_plan(info, args, kwargs, tensors, controller, choice)
         except shapes.DataDependent:
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
+        except MeshMismatch as error:
+            if info.is_foreach:  # an optimizer's, of a model whose stages have meshes of their own
+                return _one_by_one(info, args, kwargs)
+            raise lines.with_line(error) from None
         _remember(_PLANS, cached, plan)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
@@ -196,10 +200,7 @@ def make_plan(
     specs = [t._spec for t in tensors]
     form = None
     if choice is None:
-        try:
-            described = describe(info, *with_metas(args, kwargs), specs)
-        except MeshMismatch as error:
-            raise lines.with_line(error) from None
+        described = describe(info, *with_metas(args, kwargs), specs)
         if info.by_form:
             form = form_of(info, described, specs)
             served = _FORMS.get(form)
@@ -220,8 +221,7 @@ def make_plan(
 def written_plan(choice: Choice, specs: list[Spec], controller: Controller) -> Plan:
     """The plan of a choice, its program known to the workers."""
     plan = write_plan(choice, specs)
-    with controller.lock:
-        plan.program_id = controller.define(plan.program)
+    plan.program_id = controller.define(plan.program)
     log.debug(
         "plan of %s: program %d, outputs %s, moves %s", choice.info.name, plan.program_id, plan.outputs, plan.moves
     )
@@ -269,8 +269,7 @@ def execute(
     """Queue one run of a plan and wrap what it returns."""
     several = len(plan.writes) > 1 and isinstance(args[0], (list, tuple)) and len(args[0]) > 1
     if several and aliasing.interfere(plan, tensors):
-        _one_by_one(info, args, kwargs)
-        return None
+        return _one_by_one(info, args, kwargs)
     if type(plan) is Choice:
         whole = kept.summed_before(plan, tensors, controller)
         if whole is not None:
@@ -290,10 +289,7 @@ def execute(
         with controller.lock:
             controller.drain()
     results = _queue(info, plan, args, kwargs, tensors, numbers, controller)
-    controller.bytes_ahead += plan.nbytes
-    controller.pressure()
-    if controller.sync:
-        controller.synchronize()
+    controller.ran(plan.nbytes)
     structure = plan.structure
     if structure == "tensor":
         return results[0]
@@ -348,15 +344,18 @@ def _queue(
     return results
 
 
-def _one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> None:
-    """Run an in-place op on lists as torch does, one tensor after the other."""
+def _one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
+    """Run an op on lists as torch does, one tensor after the other."""
     count = len(args[0])
 
     def item(value: Any, i: int) -> Any:
         return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
+    results = []
     for i in range(count):
-        call(info, tuple([item(a, i) for a in args]), {name: item(v, i) for name, v in kwargs.items()})
+        made = call(info, tuple([item(a, i) for a in args]), {name: item(v, i) for name, v in kwargs.items()})
+        results += made or ()
+    return results if info.structure == "list" else None
 
 
 def execute_simple(
@@ -416,15 +415,8 @@ def call_gathered(
     controller.mesh(mesh)
     if plan.moves:
         tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
-    with controller.lock:
-        program = controller.define(plan.program)
-        inputs = []
-        for tensor in tensors:
-            if tensor._value.copy is not None:
-                aliasing.refresh(controller, tensor._value)
-            inputs.append(tensor._value.id)
-        values = [Value(next_value_id()) for _ in range(count)]
-        controller.issue([program, *inputs, *[v.id for v in values], *numbers, *plan.operands], info.name)
+    program = controller.define(plan.program)
+    values = issuing.queue(controller, program, tensors, count, [*numbers, *plan.operands], info.name)
     described = controller.describe([v.id for v in values], mesh)
     placements = plan.decision.inputs[0]
     results = [

@@ -9,8 +9,7 @@ from ..raw import dtype_name
 from ..sharding.plan import Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import runtime
-from .values import Value, next_value_id
+from . import issuing, runtime
 
 
 def filled(spec: Spec, value: Any) -> Tensor:
@@ -29,10 +28,6 @@ def make(builder: Builder, name: str, args: list[Any], spec: Spec) -> Tensor:
     builder.body.append(Local(name, [*args, Const("dtype", dtype_name(spec.dtype))], {}, [out], [], [layout]))
     controller = runtime.controller()
     controller.mesh(spec.mesh)
-    with controller.lock:
-        program = controller.define(builder.program(name, [out]))
-        value = Value(next_value_id())
-        controller.issue([program, value.id, *builder.operands], name)
-    controller.bytes_ahead += spec.nbytes // len(spec.mesh.device_ids)
-    controller.pressure()
+    program = controller.define(builder.program(name, [out]))
+    (value,) = issuing.run(controller, program, (), (spec,), builder.operands, name)
     return dispatch.wrap(Spec.of(spec.mesh, spec.placements, spec.shape, None, spec.dtype), value)

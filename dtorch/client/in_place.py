@@ -8,8 +8,7 @@ from typing import Any
 from ..program.ir import Local, Slot
 from ..sharding.plan import Builder
 from ..tensor import Tensor
-from . import aliasing, runtime
-from .interrupts import critical
+from . import issuing, runtime
 
 
 def run(name: str, tensors: Sequence[Tensor], arguments: Sequence[Any], written: Sequence[int]) -> None:
@@ -26,19 +25,4 @@ def run(name: str, tensors: Sequence[Tensor], arguments: Sequence[Any], written:
     layouts = [builder.layout(t._spec.placements, tuple(t._spec.shape)) for t in tensors]
     slots = [Slot(i) for i in range(len(tensors))]
     builder.body.append(Local(name, [*slots, *map(builder.operand, arguments)], {}, [], layouts))
-    _queue(builder, name, tensors, written)
-    controller.pressure()
-
-
-@critical
-def _queue(builder: Builder, name: str, tensors: Sequence[Tensor], written: Sequence[int]) -> None:
-    controller = runtime.controller()
-    with controller.lock:
-        program = controller.define(builder.program(name, []))
-        for tensor in tensors:
-            if tensor._value.id < controller.floor:
-                raise controller.foreign()
-            aliasing.refresh(controller, tensor._value)
-        controller.issue([program, *[t._value.id for t in tensors], *builder.operands], name)
-        for i in written:
-            aliasing.written(controller, tensors[i]._value)
+    issuing.run(controller, controller.define(builder.program(name, [])), tensors, (), builder.operands, name, written)

@@ -44,7 +44,7 @@ class Copies:
 
     def add(self, key: tuple[int, Spec], value: Value, sequence: int) -> None:
         """Note a copy that command ``sequence`` made of ``value``, and drop what has had its time."""
-        size = local_bytes(key[1])
+        size = key[1].local_nbytes
         self._recent[key] = weakref.ref(value), sequence, size
         self._bytes += size
         while self._recent:
@@ -66,12 +66,6 @@ class Copies:
 
 
 _summed, _gathered = Copies(math.inf), Copies(AGE)
-
-
-def local_bytes(spec: Spec) -> int:
-    """What a device holds of a tensor, about."""
-    pieces = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if is_split(placement))
-    return spec.nbytes // math.prod(pieces)
 
 
 def summed_before(choice: Choice, tensors: list[Any], controller: Controller) -> list[Any] | None:
@@ -118,7 +112,7 @@ def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
     from .dispatch import wrap
 
     value = tensor._value
-    copies = _gathered if local_bytes(goal) > local_bytes(tensor._spec) else _summed
+    copies = _gathered if goal.local_nbytes > tensor._spec.local_nbytes else _summed
     key = value.id, goal
     with controller.lock:
         kept = value.kept.get(goal) if value.kept else None

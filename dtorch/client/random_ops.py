@@ -17,8 +17,7 @@ from ..sharding import shapes
 from ..sharding.plan import ArgWriter, Builder, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import fresh, host, runtime, watch
-from .values import Value, next_value_id
+from . import fresh, host, issuing, runtime, watch
 
 aten = torch.ops.aten
 
@@ -203,7 +202,7 @@ def seeded(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
     """Every device runs the op on whole inputs with a generator of the same seed, so that replicas agree."""
-    from . import aliasing, dispatch
+    from . import dispatch
 
     tensors: list[Tensor] = []
     numbers: list[Any] = []
@@ -231,12 +230,7 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
     builder.body.append(Local("dtorch.seeded", [builder.operand(key), info.name, *written], by_name, outs))
     controller = runtime.controller()
     controller.mesh(mesh)
-    with controller.lock:
-        program = controller.define(builder.program(info.name, outs))
-        for tensor in tensors:
-            aliasing.refresh(controller, tensor._value)
-        values = [Value(next_value_id()) for _ in outs]
-        ids = [t._value.id for t in tensors] + [v.id for v in values]
-        controller.issue([program, *ids, *numbers, *builder.operands], info.name)
+    program = controller.define(builder.program(info.name, outs))
+    values = issuing.run(controller, program, tensors, specs, [*numbers, *builder.operands], info.name)
     results = [dispatch.wrap(spec, value) for spec, value in zip(specs, values, strict=True)]
     return results[0] if info.structure == "tensor" else tuple(results)

@@ -11,7 +11,6 @@ from ..placement import Placement, PlacementList, along, boxed, is_split, normal
 from ..sharding.plan import Builder
 from ..sharding.spec import Spec, intern_mesh
 from . import torch_internals
-from .values import Value, next_value_id
 
 #: Targets by number: the op's schema can carry an int, but not a mesh.
 _TARGETS: list[tuple[DeviceMesh, PlacementList]] = []
@@ -99,7 +98,7 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
     Args:
         why: what a record or an error says it was for.
     """
-    from . import aliasing, dispatch, runtime
+    from . import dispatch, issuing, runtime
 
     spec = x._spec
     if spec.mesh is not goal.mesh and (spec.has_packed or goal.has_packed):  # between meshes go boxes
@@ -107,21 +106,12 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
         there = move(inner, goal.with_placements(boxed(goal.placements)) if goal.has_packed else goal, why)
         return move(there, goal, why) if goal.has_packed else there
     controller = runtime.controller()
-    if x._value.id < controller.floor:
-        raise controller.foreign()
     controller.mesh(spec.mesh)
     controller.mesh(goal.mesh)
     builder = Builder(spec.mesh, 1, 0)
     out = builder.reshard(0, spec, goal)
-    program = builder.program(why, [out])
-    with controller.lock:
-        if x._value.copy is not None:
-            aliasing.refresh(controller, x._value)
-        value = Value(next_value_id())
-        number = controller.define(program)
-        controller.issue([number, x._value.id, value.id, *builder.operands], why)
-    controller.bytes_ahead += goal.nbytes // len(goal.mesh.device_ids)
-    controller.pressure()
+    program = controller.define(builder.program(why, [out]))
+    (value,) = issuing.run(controller, program, (x,), (goal,), builder.operands, why)
     return dispatch.wrap(goal, value)
 
 

@@ -67,5 +67,5 @@ def resized(info: OpInfo, plan: Plan, call: Call) -> Plan:
         for spec, out in zip(plan.outputs, call.outputs, strict=True)
     ]
     other.outputs, other.call = tuple(outputs), call
-    other.nbytes = fresh_bytes(info, other.outputs, mesh)
+    other.nbytes = fresh_bytes(info, other.outputs)
     return other

@@ -355,16 +355,15 @@ def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
         choice.moves,
         mesh,
         call,
-        nbytes=fresh_bytes(info, outputs, mesh),
+        nbytes=fresh_bytes(info, outputs),
         names_shapes=builder.names_shapes,
     )
 
 
-def fresh_bytes(info: OpInfo, outputs: tuple[Spec | None, ...], mesh: DeviceMesh) -> int:
+def fresh_bytes(info: OpInfo, outputs: tuple[Spec | None, ...]) -> int:
     """What a device allocates for the results, about."""
     returned = info.returned_inputs
-    nbytes = sum([spec.nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned])
-    return nbytes // max(len(mesh.device_ids), 1)
+    return sum([spec.local_nbytes for i, spec in enumerate(outputs) if spec is not None and i not in returned])
 
 
 def write_op(builder: Builder, info: OpInfo, call: Call, decision: Decision, slots: list[int], name: str) -> list[int]:

@@ -76,6 +76,7 @@ class OpInfo:
         if op in HIDDEN_VIEWS:
             self.return_aliases = (self.by_name[HIDDEN_VIEWS[op]],)
         rule = rule_for(op)
+        self.is_foreach = schema.name.startswith("aten::_foreach_")
         self.by_form = rule is not None and rule.by_form
         self.by_shards = rule is not None and rule.by_shards
         self.local = ALWAYS_LOCAL.get(op)

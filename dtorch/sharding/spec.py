@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -84,6 +85,12 @@ class Spec:
     def nbytes(self) -> int:
         """The bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def local_nbytes(self) -> int:
+        """The bytes that one device holds of it, about."""
+        shards = [n for n, placement in zip(self.mesh.shape, self.placements, strict=True) if is_split(placement)]
+        return self.nbytes // math.prod(shards)
 
     def with_placements(self, placements: Sequence[Placement]) -> Spec:
         """This tensor under other placements on the same mesh."""
