@@ -326,6 +326,11 @@ def legal(chosen: Sequence[Strategy], shapes: Sequence[Sequence[int]], mesh_shap
                 return False
             finish = strategy.finish
     for strategy in chosen:
+        for o, placement in enumerate(strategy.outputs):
+            if placement is not None and is_packed(placement):  # which no other axis may split
+                splits = [p for s in chosen if (p := s.outputs[o]) is not None and is_split(p)]
+                if sum(p.dim == placement.dim for p in splits) > 1:  # type: ignore[attr-defined]
+                    return False
         if strategy.even is None and not strategy.nonempty:
             continue
         for i, placement in enumerate(strategy.inputs):
