@@ -1,4 +1,4 @@
-"""``dtorch.compile``: a function recorded, and run with one message."""
+"""``dtorch.compile``: a function recorded, and run with one command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSING = 3
 
 
 def compile(function: Any = None, *, verify: bool = False) -> Any:
-    """A function or module whose calls are recorded, and run with one message to the workers from then on.
+    """A function or module whose calls are recorded, and run with one command to the workers from then on (one for each mesh in turn).
 
     The contract of ``jax.jit`` and of CUDA graphs. The first call with new argument specs, Python arguments, modes of torch (grad,
     inference, autocast, default dtype, train and eval) or specs of tensors outside is run and recorded; later calls run the program.

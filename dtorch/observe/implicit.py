@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from ..client import dispatch, lines
 from ..errors import ImplicitCommunication
@@ -98,7 +99,7 @@ def _accepted(call: Call) -> list[str]:
     """The placements of the inputs that the op's rule accepts along one axis, the first few."""
     entry = rule_for(call.op)
     found = [] if entry is None else list(entry.rule(call))
-    each = [s for one in found for s in (one.strategies if isinstance(one, Group) else [one])]
+    each: list[Any] = [s for one in found for s in (one.strategies if isinstance(one, Group) else [one])]
     texts = list(dict.fromkeys(", ".join(map(str, strategy.inputs)) for strategy in each))
     texts.append("all Replicate()")
     return texts if len(texts) <= LISTED else [*texts[:LISTED], "…"]

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,31 +17,10 @@ import dtorch
 import dtorch.io
 from dtorch import nn
 
-MODULES = [
-    "mesh",
-    "placement",
-    "tensor",
-    "creation",
-    "placing",
-    "future",
-    "graph",
-    "stages",
-    "pipeline",
-    "client.runtime",
-    "client.defaults",
-    "client.memory",
-    "client.entry",
-    "io.weights",
-    "io.state",
-    "nn.linear",
-    "nn.embedding",
-    "nn.distribute",
-    "nn.summaries",
-    "nn.context_parallel",
-    "observe.recording",
-    "observe.profiling",
-    "observe.implicit",
-]
+ROOT = Path(dtorch.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py") if ">>> " in path.read_text()
+)
 
 
 def names() -> dict[str, Any]:
@@ -58,10 +38,12 @@ def test_the_examples_in_docstrings(module: str) -> None:
     dtorch.init(engine="simulate")
     tried = 0
     found = importlib.import_module(f"dtorch.{module}")
-    for test in doctest.DocTestFinder(exclude_empty=True).find(found, globs=names()):
+    for test in doctest.DocTestFinder(exclude_empty=True).find(
+        found, globs={**vars(found), **names(), "__name__": "__main__"}
+    ):
         report: list[str] = []
         result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=report.append)
         assert not result.failed, "".join(report)
-        tried += result.attempted
+        tried += len(test.examples)
     dtorch.shutdown()
     assert tried
