@@ -59,7 +59,7 @@ class Binding:
 class Call:
     """One run of a captured program, while it is put together."""
 
-    __slots__ = ("captured", "tensors", "found", "numbers", "values", "env", "handles")
+    __slots__ = ("captured", "tensors", "found", "numbers", "values", "env", "handles", "returned")
 
     def __init__(self, captured: Captured, tensors: list[torch.Tensor], found: list[Any]) -> None:
         self.captured = captured
@@ -70,6 +70,8 @@ class Call:
         self.values: dict[int, Value] = {}
         self.env: dict[int, torch.Tensor] = {}
         self.handles: list[Any] = []
+        #: What the result has of `Captured.returned`, as it was before the call.
+        self.returned: list[Any] = []
 
     def plain(self, node: plain.Node) -> torch.Tensor:
         return plain.window(node, self.env)
@@ -84,6 +86,9 @@ class Guards:
         self.edges = [edge for edge, _ in every]
         # A gradient is not held on to: nobody may want it any more.
         self.expected = [ANY_TENSOR if e.kind == "grad" and isinstance(c, Tensor) else c for e, c in every]
+        owners = {id(edge.container) for edge in self.edges if edge.kind == "grad"}
+        #: Tensors whose gradients are read or written: each has to stay itself.
+        self._owners = [(at, child) for at, (_, child) in enumerate(every) if id(child) in owners]
         count = sum(edge.kind == "dict" for edge in self.edges)
         self._dicts = [edge.container for edge in self.edges[:count]]
         self._keys = [edge.key for edge in self.edges[:count]]
@@ -114,6 +119,8 @@ class Guards:
                         raise Mismatch
                 elif not isinstance(expected, torch.Tensor) or type(child) is not type(expected):
                     raise Mismatch
+            if any(found[at] is not owner for at, owner in self._owners):
+                raise Mismatch
         if self._hook_counts and list(map(len, self._used_hooks)) != self._hook_counts:
             raise Mismatch
         if self._newest_hook != RemovableHandle.next_id:
@@ -164,6 +171,8 @@ class Captured:
         self.written: list[int] = []
         #: Handles that refer to something else after the call (``p.data = …``), each with the output that says what.
         self.rebound: list[tuple[int, int]] = []
+        #: Where the tensors from outside are that are returned as they are.
+        self.returned: list[Edge] = []
         self.result: Maker
         self.nbytes = 0
         self.instructions = 0
@@ -194,6 +203,7 @@ class Captured:
         handles = self.handles(tensors, found)
         call = Call(self, tensors, found)
         call.handles = handles
+        call.returned = [edge.get() for edge in self.returned]
         if self.items:
             self._prepare(call)
         controller = runtime._controller

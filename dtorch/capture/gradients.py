@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,8 @@ from ..sharding.spec import Spec
 from ..tensor import Tensor
 from .recorder import Recorder
 
+#: How many of the results, from the first on, have a backward for each alone.
+ALONE = 3
 #: Saved by every node, so that torch says in its own words that a graph has been freed.
 _TOKEN = torch.empty(0)
 
@@ -119,7 +122,36 @@ def _run(state: _State, grads: Sequence[Any]) -> list[Any]:
                 f"{gradient.name}, which dtorch.compile captured, and before its backward"
             )
     defined = {i for i, grad in enumerate(grads) if grad is not None}
+    ways = {backward.given: backward for backward in gradient.backwards}
+    exact = ways.get(tuple(sorted(defined)))
+    if exact is not None:
+        return _one(exact, state, grads, defined)
+    alone = [ways.get((i,)) for i in sorted(defined)]
+    if defined and all(alone):  # a gradient is linear in those of the results
+        return _total([_one(way, state, grads, set(way.given)) for way in alone if way is not None])
+    # Zeros stand for the others: right unless they meet an infinity.
     backward = min((b for b in gradient.backwards if defined <= set(b.given)), key=lambda b: len(b.given))
+    found = _one(backward, state, grads, defined)
+    if any(grad is not None and bool(grad.isnan().any()) for grad in found):
+        raise RuntimeError(
+            f"the backward of {gradient.name}, which dtorch.compile captured, was given gradients of some of its results only, and "
+            "makes NaN of zeros for the others: return fewer results, or put those that get gradients first"
+        )
+    return found
+
+
+def _total(found: list[list[Any]]) -> list[Any]:
+    """The sums of several gradients of each input, None where there is none."""
+    totals = []
+    for grads in zip(*found, strict=True):
+        defined = [grad for grad in grads if grad is not None]
+        totals.append(functools.reduce(torch.add, defined) if defined else None)
+    return totals
+
+
+def _one(backward: Backward, state: _State, grads: Sequence[Any], defined: set[int]) -> list[Any]:
+    """The gradients of the inputs by one recorded backward."""
+    gradient = state.gradient
     given = [
         fresh.filled(spec, 0) if grads[i] is None else _brought(grads[i], spec)
         for i, spec in zip(backward.given, backward.specs, strict=True)
@@ -194,6 +226,7 @@ def differentiate(
     scalars = tuple(i for i, output in enumerate(outputs) if handles[output].ndim == 0)
     if scalars and len(scalars) < len(outputs):
         ways.append(scalars)
+    ways += [(i,) for i in range(min(len(outputs), ALONE)) if (i,) not in ways]
     found = []
     for way in ways:
         specs = [_gradient_spec(handles[outputs[i]]._spec) for i in way]

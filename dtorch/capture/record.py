@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .arguments import Arguments
 from .captured import ANY_TENSOR, NOTHING, Binding, Call, Captured, Guards, Output
 from .gradients import Gradient, backward_of, differentiate
 from .optimizers import settings_of
-from .outside import Edge, Outside
+from .outside import Edge, Outside, grad_of
 from .plain import PLAIN
 from .recorder import Put, Recorder, copying
 from .results import maker_of
@@ -55,8 +56,14 @@ class Recording:
         self._tell_of_outside()
         self.graphs = [tensor.grad_fn for tensor in self.outer]
         torch.clear_autocast_cache()  # a cast that was made before is no part of this call
-        with recorder:
+        grads = [grad_of(tensor) if tensor.is_leaf else None for tensor in self.arguments.tensors]
+        with recorder, self._telling_of_backward():
             self.result = function(*args, **kwargs)
+        for tensor, grad in zip(self.arguments.tensors, grads, strict=True):
+            if tensor.is_leaf and grad_of(tensor) is not grad:
+                recorder.refuse(
+                    "it changes the gradient of an argument: keep what gets gradients in a module or closure"
+                )
         torch.clear_autocast_cache()
         self.captured: Captured | None = None
         self.after = Outside(self.roots)
@@ -96,6 +103,22 @@ class Recording:
         self.specs.append(tensor._spec)
         self._generations[id(value.root)] = value.root.generation
         self.outer.append(tensor)
+
+    @contextmanager
+    def _telling_of_backward(self) -> Iterator[None]:
+        """Refuse a backward that leaves the function: what comes after such a tensor is another graph at every call."""
+
+        def told(grad: Any) -> None:
+            self.recorder.refuse("a backward inside goes on into what a tensor from outside was made of")
+
+        tensors = {id(t): t for t in (*self.arguments.tensors, *self.before.tensors.values()) if t.requires_grad}
+        ended = [t for t in tensors.values() if not t.is_leaf or type(t) is not Tensor or t._spec is None]
+        hooks = [tensor.register_hook(told) for tensor in ended]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     # -- afterwards
 
@@ -163,6 +186,7 @@ class Recording:
         for index in self.read:
             order[self.position[index]] = self.outer[index]
         call.handles = order
+        call.returned = self.returned
         call.values = {put.id: put.value for put in self.recorder.puts.values()}
         call.numbers = list(self.recorder.numbers)
         call.env = {node.index: node.tensor for node in self.needed}
@@ -184,6 +208,8 @@ class Recording:
         #: Handles that a call makes, each once.
         self.handles: list[Any] = []
         self.needed: list[Any] = []
+        #: Tensors from outside that the call returns as they are.
+        self.returned: list[Any] = []
         before = {id(t): i for i, t in enumerate(self.arguments.tensors)}
 
         def of_tensor(tensor: torch.Tensor) -> Any:
@@ -192,8 +218,10 @@ class Recording:
                 return lambda call: call.tensors[index]
             if type(tensor) is Tensor and tensor._spec is not None:
                 if self.before.saw(tensor) and tensor._value.id not in made:
-                    edge = self._edge_of(tensor)
-                    return lambda call: edge.get()
+                    captured.returned.append(self._edge_of(tensor))
+                    self.returned.append(tensor)
+                    at = len(self.returned) - 1
+                    return lambda call: call.returned[at]
                 number = self._handle(tensor)
                 return lambda call: call.handles[number]
             plain = tensor._host.plain if type(tensor) is Tensor else tensor
@@ -365,7 +393,12 @@ class Recording:
             else:
                 captured.made.append((None, id(owner.root)))
         place = {value: i for i, value in enumerate(inner)}
+        differentiable: set[int] = set()
         for handle in self.handles:
+            if handle.grad_fn is not None:
+                if id(handle._value.root) in bases or id(handle._value.root) in differentiable:
+                    self.recorder.refuse("it returns views that share memory and get gradients")
+                differentiable.add(id(handle._value.root))
             value = handle._value
             if value.copy is not None:
                 self.recorder.refuse("it returns a view that was taken of a redistributed copy")
@@ -393,8 +426,16 @@ class Recording:
             if type(t) is Tensor and t._host and any(t._host.plain is p for p in plain)
         ]
         containers = [edge.container for edge, _, _ in self.changes]
-        used = [one for one in (*read, *plain, *hosts, *containers) if self.before.saw(one)]
+        absent = [
+            Edge("grad", parameter, None)
+            for section in self.recorder.sections
+            for parameter, grad in section.grads
+            if grad is None and ("grad", id(parameter), id(None)) not in self.before.edges
+        ]
+        containers += [edge.container for edge in absent]
+        used = [one for one in (*read, *plain, *hosts, *self.returned, *containers) if self.before.saw(one)]
         ways = {edge.place: (edge, child) for edge, child in self.before.ways(used)}
+        ways.update({edge.place: (edge, None) for edge in absent})
         for edge, was, _ in self.changes:
             if isinstance(was, Tensor) and edge.place not in ways:
                 ways[edge.place] = edge, ANY_TENSOR

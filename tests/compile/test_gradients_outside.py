@@ -1,0 +1,100 @@
+"""Gradients that come from, or go, outside of a captured call: captured right, or run op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+
+from .same import placed
+
+pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.filterwarnings("ignore:dtorch.compile")]
+
+W = torch.arange(4.0) - 1.5
+Place = Callable[[torch.Tensor], Any]
+
+
+def leaf_argument(place: Place, wrap: Any) -> Iterator[Any]:
+    function = wrap(lambda x: (x * x).sum().backward())
+    for i in range(3):
+        x = place(W + i).requires_grad_()
+        function(x)
+        yield x.grad
+
+
+def argument_with_a_graph(place: Place, wrap: Any) -> Iterator[Any]:
+    w = place(W).requires_grad_()
+    function = wrap(lambda h: h.square().sum().backward())
+    for _ in range(3):
+        function(w * 2)
+        yield w.grad
+
+
+def replaced_parameter(place: Place, wrap: Any) -> Iterator[Any]:
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(place(W))
+    function = wrap(lambda x: (module.w * x).square().sum().backward())
+    for i in range(5):
+        if i == 3:
+            module.w = torch.nn.Parameter(place(W + 7))
+        function(place(W + i))
+        yield module.w.grad
+
+
+def undefined_gradient(place: Place, wrap: Any) -> Iterator[Any]:
+    function = wrap(lambda x: (x.sqrt(), x * 2))
+    for _ in range(3):
+        x = place(torch.tensor([0.0, 1.0])).requires_grad_()
+        function(x)[1].sum().backward()
+        yield x.grad
+
+
+def a_gradient_that_was_absent(place: Place, wrap: Any) -> Iterator[Any]:
+    p, q = place(W).requires_grad_(), place(W + 1).requires_grad_()
+    optimizer = torch.optim.SGD([p, q], lr=0.1)
+    function = wrap(lambda: optimizer.step())
+    for i in range(4):
+        p.grad, q.grad = place(W + i), place(W) if i == 3 else None
+        function()
+        yield p + 0
+        yield q + 0
+
+
+def former_gradient(place: Place, wrap: Any) -> Iterator[Any]:
+    w = place(W).requires_grad_()
+    w.grad = place(W + 9)
+
+    def step(x: Any) -> Any:
+        former, w.grad = w.grad, None
+        (w * x).sum().backward()
+        return former
+
+    function = wrap(step)
+    for i in range(4):
+        yield function(place(W + i))
+
+
+def written_view(place: Place, wrap: Any) -> Iterator[Any]:
+    function = wrap(lambda y: y.view(2, 2))
+    for i in range(3):
+        x = place(W + i).requires_grad_()
+        y = x * 1
+        function(y).mul_(3)
+        y.sum().backward()
+        yield x.grad
+
+
+CASES = [
+    leaf_argument, argument_with_a_graph, replaced_parameter, undefined_gradient, a_gradient_that_was_absent, former_gradient, written_view,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_same_as_plain_torch(case: Any) -> None:
+    expected = [t.detach().clone() for t in case(lambda t: t.clone(), lambda function: function)]
+    found = [t.detach().to_torch().clone() for t in case(placed, dtorch.compile)]
+    torch.testing.assert_close(found, expected)
