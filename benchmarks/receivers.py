@@ -25,7 +25,7 @@ def run() -> list[Row]:
     rows = [row(f"send an op to {count} receivers, sending thread", thread[count]) for count in RECEIVERS]
     rows += [row(f"send an op to {count} receivers, with ZeroMQ's thread", process[count]) for count in RECEIVERS]
     rows.append(
-        ratio("32 receivers over 1, sending thread", thread[32], thread[1], "flat: an op costs some 8 us beside this")
+        ratio("32 receivers over 1, sending thread", thread[32], thread[1], "flat: a small part of what an op costs")
     )
     return rows
 

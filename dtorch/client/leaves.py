@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 _state = threading.local()
 
 
@@ -23,6 +25,12 @@ class Leaf:
 
     def __call__(self, grad: Any) -> Any:
         spec, own = self.spec, getattr(grad, "_spec", None)
+        if spec is not None and type(grad) is torch.Tensor and not spec.has_partial:
+            from . import host
+
+            return host.from_plain(
+                grad, spec.mesh, spec.placements
+            )  # torch's own zeros, as for an empty tensor in a cat (2.13)
         if spec is None or own is None or (own.mesh is spec.mesh and own.placements == spec.placements):
             return None
         if getattr(_state, "keep", False) or spec.has_partial:

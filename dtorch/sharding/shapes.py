@@ -187,7 +187,8 @@ def _has_mask(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 
 def _rebuild(value: Any, device: str) -> Any:
     if hasattr(value, "stride"):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        return made if device == "meta" else made.zero_()  # kernels look at indices and targets
     if type(value) in (list, tuple):
         return type(value)(_rebuild(v, device) for v in value)
     if type(value) is torch.device:
