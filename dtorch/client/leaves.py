@@ -26,11 +26,11 @@ class Leaf:
     def __call__(self, grad: Any) -> Any:
         spec, own = self.spec, getattr(grad, "_spec", None)
         if spec is not None and type(grad) is torch.Tensor and not spec.has_partial:
-            from . import host
+            from . import host, torch_internals
 
-            return host.from_plain(
-                grad, spec.mesh, spec.placements
-            )  # torch's own zeros, as for an empty tensor in a cat (2.13)
+            # Zeros that torch made itself, as for an empty tensor in a cat (2.13); not a batch of gradients that torch.func hides.
+            if torch_internals.innermost(grad) is grad:
+                return host.from_plain(grad, spec.mesh, spec.placements)
         if spec is None or own is None or (own.mesh is spec.mesh and own.placements == spec.placements):
             return None
         if getattr(_state, "keep", False) or spec.has_partial:
