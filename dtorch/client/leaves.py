@@ -30,7 +30,8 @@ class Leaf:
 
             # Zeros that torch made itself, as for an empty tensor in a cat (2.13); not a batch of gradients that torch.func hides.
             if torch_internals.innermost(grad) is grad:
-                return host.from_plain(grad, spec.mesh, spec.placements)
+                whole = torch.zeros(grad.shape, dtype=grad.dtype) if grad._is_zerotensor() else grad
+                return host.from_plain(whole, spec.mesh, spec.placements)
         if spec is None or own is None or (own.mesh is spec.mesh and own.placements == spec.placements):
             return None
         if getattr(_state, "keep", False) or spec.has_partial:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .fast_shapes import REFUSED, Meta, formula_of
 
@@ -122,8 +123,24 @@ def _elements(value: Any) -> int:
 
 def by_kernel(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     """What torch's CPU kernel makes of tensors of these shapes."""
+    try:
+        return _run_on(0, op, args, kwargs)  # kernels look at indices and targets
+    except RuntimeError as error:
+        if "ZeroDivisionError" not in str(error):
+            raise
+        return _run_on(1, op, args, kwargs)  # and at integer divisors
+
+
+def _run_on(
+    number: int, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Meta | None, ...]:
+    """What ``op`` makes of tensors full of one number."""
+    made = _rebuild(args, "cpu"), _rebuild_kwargs(kwargs, "cpu")
+    for tensor in tree_leaves(made):
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(number)
     with torch.no_grad():
-        return _flatten(op(*_rebuild(args, "cpu"), **_rebuild_kwargs(kwargs, "cpu")))
+        return _flatten(op(*made[0], **made[1]))
 
 
 def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
@@ -187,8 +204,7 @@ def _has_mask(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 
 def _rebuild(value: Any, device: str) -> Any:
     if hasattr(value, "stride"):
-        made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-        return made if device == "meta" else made.zero_()  # kernels look at indices and targets
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     if type(value) in (list, tuple):
         return type(value)(_rebuild(v, device) for v in value)
     if type(value) is torch.device:
