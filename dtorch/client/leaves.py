@@ -25,13 +25,10 @@ class Leaf:
 
     def __call__(self, grad: Any) -> Any:
         spec, own = self.spec, getattr(grad, "_spec", None)
-        if spec is not None and type(grad) is torch.Tensor and not spec.has_partial:
-            from . import host, torch_internals
+        if spec is not None and type(grad) is torch.Tensor and not grad.numel() and not spec.has_partial:
+            from . import host
 
-            # Zeros that torch made itself, as for an empty tensor in a cat (2.13); not a batch of gradients that torch.func hides.
-            if torch_internals.innermost(grad) is grad:
-                whole = torch.zeros(grad.shape, dtype=grad.dtype) if grad._is_zerotensor() else grad
-                return host.from_plain(whole, spec.mesh, spec.placements)
+            return host.from_plain(grad, spec.mesh, spec.placements)  # torch's own, for an empty tensor in a cat (2.13)
         if spec is None or own is None or (own.mesh is spec.mesh and own.placements == spec.placements):
             return None
         if getattr(_state, "keep", False) or spec.has_partial:
