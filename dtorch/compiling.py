@@ -28,13 +28,14 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
     inference, autocast, default dtype, train and eval) or specs of tensors outside is run and recorded; later calls run the program.
 
     - *Read at every call*: arguments, and tensors outside of the function, in modules, closures, globals, optimizers, and ``.grad``, by
-      where they are. Another object in such a place is another recording. Plain tensors among them are sent anew each time.
+      where they are. A tensor of another kind in such a place is another recording. Plain tensors among them are sent anew each time.
     - *Written by every call*: tensors in place, ``.data``, attributes, dict and list items, ``.grad``, optimizers' state.
     - *Inside*: ``backward()``; ``optimizer.step()``, whose learning rates and counts the optimizer itself works out at each call; random
       numbers, which go on as they would; work on plain tensors, done again where it depends on an argument.
     - *Gradients*: with grad mode on, results carry one autograd node, whose backward is a program too. It is made for all results, and
       for the scalars alone; it cannot be differentiated again. The backward runs once more while recording.
-    - *Baked in*: Python state, but for arguments. ``verify=True`` finds what depends on it.
+    - *Baked in*: Python state, but for arguments: what is in lists, which modules there are, a None that becomes a tensor, numpy arrays.
+      ``verify=True`` finds what depends on it.
     - *Run op by op*, with one warning that names the line: a function that reads values or shapes that depend on them; a scheduler inside;
       tensors from, or kept, where this cannot see; ``random="torch"`` with random ops; what is new once a function has been recorded eight
       times. Calls under ``torch.func``, ``torch.device`` and the like run op by op too.

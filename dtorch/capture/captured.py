@@ -77,6 +77,10 @@ class Call:
         return plain.window(node, self.env)
 
 
+def _hooks_of(tensors: list[torch.Tensor]) -> list[Any]:
+    return [hooks for t in tensors for hooks in (t._backward_hooks, t._post_accumulate_grad_hooks)]
+
+
 class Guards:
     """Places outside of the function and what is there: objects that must stay, tensors that must stay of their kind."""
 
@@ -93,13 +97,12 @@ class Guards:
         self._dicts = [edge.container for edge in self.edges[:count]]
         self._keys = [edge.key for edge in self.edges[:count]]
         self._others = self.edges[count:]
-        self._hooks = [
-            hooks
-            for module in modules
-            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        ]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
+        self._hooks += [getattr(torch.nn.modules.module, f"_global{kind}") for kind in kinds]
+        self._hooked = [child for _, child in every if isinstance(child, torch.Tensor)]
         self._newest_hook = RemovableHandle.next_id
-        self._used_hooks = [hooks for hooks in self._hooks if hooks]
+        self._used_hooks = [hooks for hooks in (*self._hooks, *_hooks_of(self._hooked)) if hooks]
         self._hook_counts = list(map(len, self._used_hooks))
 
     def find(self) -> list[Any]:
@@ -124,7 +127,8 @@ class Guards:
         if self._hook_counts and list(map(len, self._used_hooks)) != self._hook_counts:
             raise Mismatch
         if self._newest_hook != RemovableHandle.next_id:
-            if any(id >= self._newest_hook for hooks in self._hooks for id in hooks):
+            hooks = (*self._hooks, *_hooks_of(self._hooked))
+            if any(id >= self._newest_hook for given in hooks for id in given or ()):
                 raise Mismatch
             self._newest_hook = RemovableHandle.next_id
         return found
@@ -204,7 +208,7 @@ class Captured:
         call = Call(self, tensors, found)
         call.handles = handles
         call.returned = [edge.get() for edge in self.returned]
-        if self.items:
+        if self.items or self.starts:
             self._prepare(call)
         controller = runtime._controller
         assert controller is not None

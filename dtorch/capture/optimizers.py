@@ -19,6 +19,14 @@ from ..tensor import Tensor
 from .outside import grad_of
 from .plain import PLAIN, Mismatch
 
+#: Optimizers whose steps have been compared with plain torch's, captured (`tests/compile/test_optimizers.py`).
+KNOWN = frozenset(
+    {
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop,
+    }
+)  # fmt: skip
+
 
 def is_number(value: Any) -> bool:
     return type(value) is float or type(value) is int
@@ -49,6 +57,10 @@ class Section:
         self.settings = settings_of(optimizer)
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             recorder.refuse("an optimizer is given a closure")
+        if type(optimizer) not in KNOWN:
+            recorder.refuse(f"the steps of {type(optimizer).__name__} are not known to be captured right")
+        if any(isinstance(v, torch.Tensor) for group in optimizer.param_groups for v in group.values()):
+            recorder.refuse("a setting of an optimizer is a tensor")
 
     # -- while recording
 

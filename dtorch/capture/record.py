@@ -238,7 +238,7 @@ class Recording:
 
             return make
 
-        captured.result = maker_of(self.result, of_tensor, self.before.saw)
+        captured.result = maker_of(self.result, of_tensor, self.before.saw, self.recorder.refuse)
 
     def _edge_of(self, tensor: Any) -> Edge:
         if not self._edges:

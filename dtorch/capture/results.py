@@ -11,56 +11,82 @@ import torch
 Maker = Callable[[Any], Any]
 """``make(call)``: the part of the result in that call."""
 
+Make = Callable[[Any, dict[int, Any]], Any]
+"""``make(call, made)``: the same, with what has been made in that call, by the recorded object's id: one object stays one object."""
 
-def maker_of(result: Any, of_tensor: Callable[[torch.Tensor], Maker], existed: Callable[[Any], bool]) -> Maker:
+
+def maker_of(
+    result: Any,
+    of_tensor: Callable[[torch.Tensor], Maker],
+    existed: Callable[[Any], bool],
+    refuse: Callable[[str], None],
+) -> Maker:
     """How to make ``result`` in another call.
 
     Args:
         of_tensor: the same for a tensor.
         existed: whether an object was there before the function made any; it stays itself.
+        refuse: told why it cannot be made.
     """
-    seen: dict[int, Any] = {}
+    visited: dict[int, tuple[Make, bool] | None] = {}
+    alive: list[Any] = []  # else another object could get the id of one
 
-    def visit(value: Any) -> tuple[Maker, bool]:
-        """The maker, and whether there is a tensor in the value."""
+    def visit(value: Any) -> tuple[Make, bool]:
+        """How to make the value, and whether there is a tensor in it."""
         if isinstance(value, torch.Tensor):
-            return of_tensor(value), True
-        if isinstance(value, (str, bytes, int, float, complex, bool, type(None), type)) or id(value) in seen:
-            return (lambda call: value), False
-        if existed(value):
-            return (lambda call: value), False
-        seen[id(value)] = value
+            of_call = of_tensor(value)
+            return (lambda call, made: of_call(call)), True
+        if isinstance(value, (str, bytes, int, float, complex, bool, type(None), type)) or existed(value):
+            return (lambda call, made: value), False
+        number = id(value)
+        if number in visited:
+            known = visited[number]
+            if known is None:
+                refuse(f"it returns a {type(value).__name__} that holds itself")
+                return (lambda call, made: value), False
+            return known
+        visited[number] = None
+        alive.append(value)
+        build, has = parts(value)
+
+        def once(call: Any, made: dict[int, Any]) -> Any:
+            if number not in made:
+                made[number] = build(call, made)
+            return made[number]
+
+        found = visited[number] = (once, has)
+        return found
+
+    def parts(value: Any) -> tuple[Make, bool]:
         kind = type(value)
         if isinstance(value, (list, tuple)):
             items = [visit(item) for item in value]
-            makers = [make for make, _ in items]
+            makes = [make for make, _ in items]
             has = any(found for _, found in items)
-            if kind in (list, tuple):
-                return (lambda call: kind([make(call) for make in makers])), has
             if hasattr(kind, "_make"):
-                return (lambda call: kind._make([make(call) for make in makers])), has
-            if not has:
-                return (lambda call: value), False
-            return (lambda call: kind([make(call) for make in makers])), has
+                return (lambda call, made: kind._make([make(call, made) for make in makes])), has
+            if kind not in (list, tuple) and not has:
+                return (lambda call, made: value), False
+            return (lambda call, made: kind([make(call, made) for make in makes])), has
         own = getattr(value, "__dict__", None)
         attributes = {name: visit(item) for name, item in own.items()} if type(own) is dict else {}
         entries = {key: visit(item) for key, item in dict.items(value)} if isinstance(value, dict) else {}
         has = any(found for _, found in (*attributes.values(), *entries.values()))
         if kind is dict:
-            plain = {key: make for key, (make, _) in entries.items()}
-            return (lambda call: {key: make(call) for key, make in plain.items()}), has
+            return (lambda call, made: {key: make(call, made) for key, (make, _) in entries.items()}), has
         if not has:
-            return (lambda call: value), False
+            return (lambda call, made: value), False
         put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
 
-        def rebuild(call: Any) -> Any:
-            made = kind.__new__(kind)
+        def rebuild(call: Any, made: dict[int, Any]) -> Any:
+            other = kind.__new__(kind)
             for key, (make, _) in entries.items():
-                put(made, key, make(call))
+                put(other, key, make(call, made))
             for name, (make, _) in attributes.items():
-                made.__dict__[name] = make(call)
-            return made
+                other.__dict__[name] = make(call, made)
+            return other
 
         return rebuild, True
 
-    return visit(result)[0]
+    make = visit(result)[0]
+    return lambda call: make(call, {})

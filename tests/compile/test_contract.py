@@ -254,3 +254,84 @@ def test_deep_copies_of_modules_are_others() -> None:
         for module in (model, other):
             found = compiled(module, placed(X))
             close(found, X @ module.weight.to_torch().T + module.bias.to_torch())
+
+
+def test_a_list_returned_in_two_places_is_one_list() -> None:
+    def both(x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        made = [x * 2]
+        return {"first": made, "second": made}
+
+    compiled = dtorch.compile(both)
+    for i in range(3):
+        found = compiled(placed(X + i))
+        assert found["first"] is found["second"]
+        close(found["second"][0], (X + i) * 2)
+
+
+def test_plain_constants_are_returned_at_every_call() -> None:
+    compiled = dtorch.compile(lambda x: (x + 1, torch.tensor(1.5), torch.arange(3) / 2))
+    for i in range(3):
+        found = compiled(placed(X + i))
+        close(found[0], X + i + 1)
+        assert found[1].item() == 1.5
+        assert torch.equal(found[2], torch.arange(3) / 2)
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("where", ["tensor", "backward pre hook", "every module"])
+def test_hooks_that_come_and_go(where: str) -> None:
+    model, plain = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    plain.load_state_dict(model.state_dict())
+    dtorch.distribute_module(model, MESH, {})
+
+    def step_of(module: torch.nn.Module):
+        def step(x: torch.Tensor) -> torch.Tensor:
+            module.zero_grad()
+            module(x).sum().backward()
+            return module.weight.grad.detach()
+
+        return step
+
+    def hook(module: torch.nn.Module):
+        if where == "tensor":
+            return module.weight.register_hook(lambda grad: grad * 10)
+        if where == "backward pre hook":
+            return module.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 10,))
+        return torch.nn.modules.module.register_module_forward_hook(lambda _, args, out: out * 5)
+
+    x = torch.rand(2, 4)
+    ours, theirs = dtorch.compile(step_of(model)), step_of(plain)
+    for hooked in (False, True, False):
+        handles = []
+        if hooked:
+            handles = [hook(model)] if where == "every module" else [hook(model), hook(plain)]
+        for _ in range(3):
+            close(ours(placed(x)), theirs(x))
+        for handle in handles:
+            handle.remove()
+
+
+@torch.enable_grad()
+def test_optimizers_that_are_not_known_run_op_by_op() -> None:
+    model, plain = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    plain.load_state_dict(model.state_dict())
+    dtorch.distribute_module(model, MESH, {})
+    optimizers = [torch.optim.ASGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
+
+    def step_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+
+        return step
+
+    x = torch.rand(2, 4)
+    ours, theirs = dtorch.compile(step_of(model, optimizers[0])), step_of(plain, optimizers[1])
+    with pytest.warns(UserWarning, match="the steps of ASGD are not known"):
+        ours(placed(x))
+    theirs(x)
+    for _ in range(4):
+        ours(placed(x))
+        theirs(x)
+        close(model.weight, plain.weight)
