@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from ..errors import DTorchError
+
 BACKEND = "dtorch"
 
 CPU = torch.device("cpu")
@@ -104,6 +106,7 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
     )
     torch._C._acc.register_python_privateuseone_device_guard(guard())
     _autocast_as_cpu()
+    _refuse_storages()
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("empty.memory_format", empty, "PrivateUse1")
     _library.impl("empty_strided", empty_strided, "PrivateUse1")
@@ -307,6 +310,25 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def _refuse_storages() -> None:
+    """Memory of our device type does not exist, and torch 2.13 crashes for want of it: ``torch.UntypedStorage(6, device=x.device)``.
+
+    A DataLoader's worker asks for such when it collates uncommitted tensors.
+    """
+    make = torch.UntypedStorage.__new__
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == BACKEND:
+            raise DTorchError(
+                "a dtorch tensor has no storage in this process; a DataLoader with workers collates plain tensors: iterate over it "
+                "outside of dtorch.default_mesh, and place the batches with dtorch.from_torch"
+            )
+        return make(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[assignment, method-assign]
 
 
 def _autocast_as_cpu() -> None:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dtorch
 from dtorch import DeviceMesh, Shard
 from dtorch.client import torch_internals
+from dtorch.errors import DTorchError
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -290,3 +291,27 @@ def test_placements_of_torch_are_those_of_its_core() -> None:
 
     assert {"Placement", "Shard", "Replicate", "Partial"} <= set(dir(_distributed))
     assert issubclass(torch.distributed.tensor.Shard, _distributed.Shard)
+
+
+@pytest.mark.parametrize("device", ["dtorch", "dtorch:0", torch.device("dtorch", 0)])
+def test_a_storage_of_our_device_type_is_refused_and_others_are_not(device) -> None:
+    """torch 2.13 crashes there. Run in this process: a crash would end the run."""
+    with pytest.raises(DTorchError, match="has no storage in this process"):
+        torch.UntypedStorage(6, device=device)
+    assert torch.UntypedStorage(6, device="cpu").nbytes() == 6
+    assert torch.UntypedStorage([1, 2]).tolist() == [1, 2]
+
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+def test_a_data_loader_with_workers_inside_a_default_mesh_says_what_to_do() -> None:
+    with dtorch.default_mesh(dtorch.DeviceMesh("cpu", [0])):
+        loader = torch.utils.data.DataLoader(Items(), batch_size=2, num_workers=1)
+        with pytest.raises(DTorchError, match="place the batches with dtorch"):
+            list(loader)
