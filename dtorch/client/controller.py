@@ -91,6 +91,8 @@ class Controller:
         self.next_token = itertools.count(1).__next__
         self.programs: dict[bytes, int] = {}
         self.program_bodies: list[tuple[int, bytes]] = []
+        #: Programs of redistributions, by all of one but the shape (`dtorch.client.redistribute`).
+        self.moves: dict[tuple, int] = {}
         self.meshes: dict[int, DeviceMesh] = {}
         self.devices: set[tuple[str, int]] = set()
         self.waiting: dict[int, Waiting] = {}

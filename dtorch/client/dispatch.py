@@ -198,17 +198,17 @@ def make_plan(
         if tensor._value.id < controller.floor:
             raise controller.foreign()
     specs = [t._spec for t in tensors]
+    described = describe(info, *with_metas(args, kwargs), specs) if choice is None else choice.call
     form = None
-    if choice is None:
-        described = describe(info, *with_metas(args, kwargs), specs)
-        if info.by_form:
-            form = form_of(info, described, specs)
-            served = _FORMS.get(form)
-            if served is not None:
-                return resized(info, served, described)
+    if info.by_form:
+        form = form_of(info, described, specs)
+        served = _FORMS.get(form)
+        if served is not None:
+            return resized(info, served, described)
+    # Where everything has been moved already the choice is free when made anew, so that its plan can serve its form.
+    choice = None if choice is None else choice.at(specs)
+    if choice is None or (info.by_form and not choice.moves):
         choice = decide(info, described, specs)
-    else:
-        choice = choice.at(specs)
     controller.mesh(choice.mesh)
     if choice.moves and choice.makes_fresh:
         return choice

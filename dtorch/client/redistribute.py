@@ -8,7 +8,7 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import Placement, PlacementList, along, boxed, is_split, normalize, settled
-from ..sharding.plan import Builder
+from ..sharding.plan import Builder, order_or_none
 from ..sharding.spec import Spec, intern_mesh
 from . import torch_internals
 
@@ -108,11 +108,25 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
     controller = runtime.controller()
     controller.mesh(spec.mesh)
     controller.mesh(goal.mesh)
+    program, operands = _program(controller, spec, goal, why)
+    (value,) = issuing.run(controller, program, (x,), (goal,), operands, why)
+    return dispatch.wrap(goal, value)
+
+
+def _program(controller: Any, spec: Spec, goal: Spec, why: str) -> tuple[int, list[Any]]:
+    """The program of a move and its operands. One serves every shape, but where packed dims are given dims of their own."""
+    plain = not (spec.has_packed or goal.has_packed)
+    order = order_or_none(spec)
+    key = (spec.mesh, spec.placements, goal.mesh, goal.placements, order and tuple(order), spec.dtype, why)
+    known = controller.moves.get(key) if plain else None
+    if known is not None:
+        return known, [list(spec.shape)]
     builder = Builder(spec.mesh, 1, 0)
     out = builder.reshard(0, spec, goal)
     program = controller.define(builder.program(why, [out]))
-    (value,) = issuing.run(controller, program, (x,), (goal,), builder.operands, why)
-    return dispatch.wrap(goal, value)
+    if plain:
+        controller.moves[key] = program
+    return program, builder.operands
 
 
 def _joined(x: Any, target: int) -> Any:
