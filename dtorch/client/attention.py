@@ -81,13 +81,17 @@ def _is_ours(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_cau
         m in (1, n) for m, n in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
     # Only torch's fused kernel takes both.
-    return fits and mask.dtype in (torch.bool, dtype) and not (is_causal and not _is_fused(query, value, mask, dropout))
+    return fits and mask.dtype in (torch.bool, dtype) and not (is_causal and not _is_fused(query, key, value, mask, dropout))
 
 
-def _is_fused(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
+def _is_fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+) -> bool:
     """Whether torch on one device would run its fused kernel, as opposed to composing the op of others."""
     mask_has_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    return query.ndim == 4 and not dropout and not mask_has_gradient and query.shape[-1] == value.shape[-1]
+    takes_mask = mask is None or (mask.ndim in (2, 4) and not mask_has_gradient)
+    takes_inputs = query.ndim == 4 and all(t.stride(-1) == 1 for t in (query, key, value))
+    return takes_inputs and takes_mask and not dropout and query.shape[-1] == value.shape[-1]
 
 
 def _attend(
@@ -102,9 +106,12 @@ def _attend(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     leading = query.shape[:-3]
     scores = (*query.shape[:-1], key.shape[-2])
-    fused = _is_fused(query, value, mask, dropout)
+    fused = _is_fused(query, key, value, mask, dropout)
     given = [t for t in (query, key, value, mask) if t is not None]
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if saves and mask is not None and mask.requires_grad and type(mask) is not Tensor:
+        # Placed by an op with a gradient, which a gradient of gradients needs to find its way back.
+        mask = mask * host.from_plain(torch.ones((), dtype=mask.dtype), query._spec.mesh)
     if query.ndim > 4 and mask is not None and any(n != 1 for n in mask.shape[:-3]):
         mask = mask.expand(*leading, *mask.shape[-3:]).flatten(0, -4)
     elif mask is not None:

@@ -117,6 +117,12 @@ ILLEGAL: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "features": ((1, 4, 12, 8), (1, 4, 12, 6), {}),
     "heads": ((1, 4, 12, 8), (1, 2, 12, 8), {}),
     "groups": ((1, 4, 12, 8), (1, 3, 12, 8), {"enable_gqa": True}),
+    # torch's fused kernel, which alone takes both, takes a mask of 2 or 4 dims.
+    "causal beside a mask of 3 dims": (
+        (1, 4, 12, 8),
+        (1, 4, 12, 8),
+        {"attn_mask": torch.ones(4, 12, 12, dtype=torch.bool), "is_causal": True},
+    ),
 }
 
 
@@ -131,6 +137,16 @@ def test_what_is_illegal_is_torchs_own_error(case: str) -> None:
     with pytest.raises(expected.type) as actual:
         sdpa(x, y, y, **options)
     assert str(actual.value) == str(expected.value)
+
+
+def test_a_causal_mask_beside_another_needs_features_in_a_row() -> None:
+    """As torch's fused kernel does."""
+    mesh = dtorch.init_device_mesh("cpu", 2, ("ring_cp",))
+    q = torch.randn(1, 4, 8, 12).mT
+    x = dtorch.distribute_tensor(q, mesh, [SEQUENCE])
+    for one in (q, x):
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+            sdpa(one, one, one, attn_mask=torch.ones(12, 12, dtype=torch.bool), is_causal=True)
 
 
 def test_meshes_that_differ() -> None:

@@ -60,6 +60,16 @@ def test_as_on_one_device(mesh: str, case: str) -> None:
         torch.testing.assert_close(x.to_torch(), y)
 
 
+def test_of_a_plain_mask() -> None:
+    on, where = MESHES["ring"]
+    plain, mask = [t.requires_grad_() for t in draw()], CASES["float mask"]["attn_mask"]
+    ours = [dtorch.distribute_tensor(t.detach(), on, where).requires_grad_() for t in plain]
+    masks = [mask.clone().requires_grad_() for _ in range(2)]
+    found = twice([*ours, masks[0]], ours, {"attn_mask": masks[0]})
+    for a, b in zip(found, twice([*plain, masks[1]], plain, {"attn_mask": masks[1]}), strict=True):
+        torch.testing.assert_close(a.to_torch() if type(a) is dtorch.Tensor else a, b)
+
+
 def test_of_one_tensor() -> None:
     on, where = MESHES["ring"]
     x = draw()[0].requires_grad_()
