@@ -20,7 +20,7 @@ def slice_write(
         source: the slice, whole along ``dim``, like ``target`` along the other dims.
         start, stop, step: as ``slice.indices`` gives them, with a positive step.
     """
-    low, high = here.input_box(0)[dim]
+    low, high = here.input_range(dim)
     first = max(0, -(-(low - start) // step))  # the first index of the slice at or behind ``low``
     count = len(range(start + first * step, min(stop, high), step))
     if count:

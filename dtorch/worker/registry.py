@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..mesh import DeviceMesh
-from ..placement import Placement
+from ..placement import REPLICATE, Placement, is_packed
 from ..sharding.layout import Box, local_box, local_shape
 
 DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -70,6 +70,12 @@ class Here:
         """This device's box of input layout ``index``, in global indices."""
         placements, shape = self.inputs[index]
         return local_box(placements, self.mesh.shape, self.coordinate, shape)
+
+    def input_range(self, dim: int, index: int = 0) -> tuple[int, int]:
+        """This device's range of one dim of input layout ``index``, whatever packs others; the dim itself must not be packed."""
+        placements, shape = self.inputs[index]
+        others_whole = [REPLICATE if is_packed(p) and p.dim != dim else p for p in placements]  # type: ignore[attr-defined]
+        return local_box(others_whole, self.mesh.shape, self.coordinate, shape)[dim]
 
     def output_box(self, index: int = 0) -> Box:
         """This device's box of output layout ``index``, in global indices."""

@@ -132,6 +132,18 @@ def test_writes_through_views() -> None:
     assert torch.equal(x.to_torch(), X)
 
 
+@pytest.mark.parametrize("where", [[Shard(1), PACKED], [PackedShard(1, 2), Shard(0)]])
+def test_writes_through_views_of_another_split_dim(where: Any) -> None:
+    x, y = dtorch.from_torch(X, GRID, where), X.clone()
+    for t in (x, y):
+        t[:, 3].zero_()
+        t[:, 1::3] = 4
+        t[2].add_(1)
+        t[5:7].mul_(2)
+    assert x.placements == where
+    assert torch.equal(x.to_torch(), y)
+
+
 def test_random_numbers_do_not_depend_on_it() -> None:
     made = []
     for placement in (PACKED, Shard(0)):
