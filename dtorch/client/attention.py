@@ -81,7 +81,11 @@ def _is_ours(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_cau
         m in (1, n) for m, n in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
     # Only torch's fused kernel takes both.
-    return fits and mask.dtype in (torch.bool, dtype) and not (is_causal and not _is_fused(query, key, value, mask, dropout))
+    return (
+        fits
+        and mask.dtype in (torch.bool, dtype)
+        and not (is_causal and not _is_fused(query, key, value, mask, dropout))
+    )
 
 
 def _is_fused(
