@@ -63,7 +63,7 @@ class Replicate(_c.Replicate):
     """
 
     def __eq__(self, other: object) -> bool:
-        return self is other or isinstance(other, _c.Replicate)
+        return self is other or (type(other) not in _OWN and isinstance(other, _c.Replicate))
 
     def __hash__(self) -> int:
         return -1
@@ -205,7 +205,8 @@ def is_packed(placement: Placement) -> bool:
 
 def is_split(placement: Placement) -> bool:
     """Whether devices hold different parts of a dim: sharded, as a whole or packed."""
-    return is_packed(placement) or is_shard(placement)
+    kind = type(placement)
+    return kind is Shard or kind is PackedShard or (kind not in _OWN and isinstance(placement, _c.Shard))
 
 
 def along(placement: Placement, dim: int) -> Placement:
@@ -223,7 +224,7 @@ class PlacementList(tuple):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, list):
             other = tuple(other)
-        return tuple.__eq__(self, other)
+        return self is other or tuple.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -22,6 +22,7 @@ from ..sharding.plan import common_mesh, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import attention_composed, host, issuing, lines, random_ops, runtime, torch_internals
+from .handles import wrap
 
 aten = torch.ops.aten
 OP = aten.scaled_dot_product_attention.default
@@ -255,7 +256,7 @@ def _run(make: Any, key: tuple, tensors: list[Any], numbers: tuple[float, float,
         dispatch.tell("scaled_dot_product_attention", specs, plan.moves, False, None)
     operands = [*numbers, *plan.operands]
     values = issuing.run(controller, program, tensors, plan.outputs, operands, "scaled_dot_product_attention")
-    return [dispatch.wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]
+    return [wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]
 
 
 runtime.on_close.append(_planned.cache_clear)

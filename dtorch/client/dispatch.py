@@ -16,14 +16,16 @@ from torch import get_default_dtype
 from ..errors import DTorchError, MeshMismatch
 from ..mesh import DeviceMesh
 from ..sharding import shapes
+from ..sharding.choose import Weighed
 from ..sharding.forms import form_of, resized, serves_its_form
 from ..sharding.plan import Choice, Plan, completions, decide, describe, plan_gathered, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
 from ..tensor import Tensor
-from . import aliasing, host, issuing, kept, lines, runtime, torch_internals
+from . import aliasing, host, issuing, kept, lines, runtime
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
+from .handles import tensors_in, wrap, wrap_view
 from .interrupts import critical
 from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
 from .values import FREED, Value, next_value_id
@@ -50,8 +52,8 @@ class CallInfo(OpInfo):
 _INFOS: dict[int, CallInfo] = {}
 #: A `Choice` where something moves first: with kept copies its own program is never run.
 _PLANS: OrderedDict[tuple, Plan | Choice] = OrderedDict()
-#: Plans that serve whatever has their form, by that.
-_FORMS: OrderedDict[tuple, Plan] = OrderedDict()
+#: By their form: a plan that serves every call of it, or what each chooses among.
+_FORMS: OrderedDict[tuple, Plan | Weighed] = OrderedDict()
 
 #: Called with the arguments of `tell` before an op moves its inputs, or completes a reduction.
 before_moves: list[Any] = []
@@ -73,7 +75,7 @@ def forget_plans() -> None:
     _FORMS.clear()
 
 
-def _remember(plans: OrderedDict[tuple, Any], key: tuple, plan: Plan | Choice) -> None:
+def _remember(plans: OrderedDict[tuple, Any], key: tuple, plan: Plan | Choice | Weighed) -> None:
     plans[key] = plan
     if len(plans) > PLANS_KEPT:
         plans.popitem(last=False)
@@ -199,18 +201,22 @@ def make_plan(
             raise controller.foreign()
     specs = [t._spec for t in tensors]
     described = describe(info, *with_metas(args, kwargs), specs) if choice is None else choice.call
-    form = None
+    form = served = None
     if info.by_form:
         form = form_of(info, described, specs)
         served = _FORMS.get(form)
-        if served is not None:
+        if type(served) is Plan:
             return resized(info, served, described)
     # Where everything has been moved already the choice is free when made anew, so that its plan can serve its form.
     choice = None if choice is None else choice.at(specs)
     if choice is None or (info.by_form and not choice.moves):
-        choice = decide(info, described, specs)
+        choice = decide(info, described, specs, served)
     controller.mesh(choice.mesh)
     if choice.moves and choice.makes_fresh:
+        if form is not None and served is None:
+            weighed = Weighed.of(described, specs)
+            if weighed is not None:
+                _remember(_FORMS, form, weighed)
         return choice
     plan = written_plan(choice, specs, controller)
     if form is not None and serves_its_form(plan):
@@ -424,38 +430,6 @@ def call_gathered(
         for value, (shape, stride, dtype) in zip(values, described, strict=True)
     ]
     return results[0] if info.structure == "tensor" else tuple(results)
-
-
-def wrap(spec: Spec, value: Value) -> Tensor:
-    """A new handle."""
-    tensor = make_wrapper(
-        Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=CPU, _extra_dispatch_keys=HANDLE_KEYS
-    )
-    tensor._spec = spec
-    tensor._value = value
-    return tensor
-
-
-def wrap_view(spec: Spec, value: Value, base: Tensor) -> Tensor:
-    """A new handle that torch knows to alias ``base``."""
-    if torch.is_inference_mode_enabled() and not base.is_inference():
-        with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
-            view = wrap(spec, value)
-    else:
-        view = wrap(spec, value)
-    torch_internals.share_storage(view, base)
-    return view
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors_in(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_in(item)]
-    return []
 
 
 Tensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from ..sharding.plan import Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import issuing, runtime
+from .handles import wrap
 
 
 def filled(spec: Spec, value: Any) -> Tensor:
@@ -21,8 +22,6 @@ def filled(spec: Spec, value: Any) -> Tensor:
 
 def make(builder: Builder, name: str, args: list[Any], spec: Spec) -> Tensor:
     """Run a device function that makes one fresh contiguous tensor."""
-    from . import dispatch
-
     out = builder.slot()
     layout = builder.layout(spec.placements, tuple(spec.shape))
     builder.body.append(Local(name, [*args, Const("dtype", dtype_name(spec.dtype))], {}, [out], [], [layout]))
@@ -30,4 +29,4 @@ def make(builder: Builder, name: str, args: list[Any], spec: Spec) -> Tensor:
     controller.mesh(spec.mesh)
     program = controller.define(builder.program(name, [out]))
     (value,) = issuing.run(controller, program, (), (spec,), builder.operands, name)
-    return dispatch.wrap(Spec.of(spec.mesh, spec.placements, spec.shape, None, spec.dtype), value)
+    return wrap(Spec.of(spec.mesh, spec.placements, spec.shape, None, spec.dtype), value)

@@ -16,6 +16,7 @@ from ..sharding.plan import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
 from . import leaves, torch_internals, watch
+from .handles import tensors_in, wrap
 
 
 class HostRoot:
@@ -129,8 +130,6 @@ class _Joined(Exception):
 
 
 def _joined_mesh(args: Any, kwargs: dict[str, Any]) -> DeviceMesh:
-    from .dispatch import tensors_in
-
     for tensor in tensors_in((args, kwargs)):
         if type(tensor) is Tensor and tensor._host is not None and tensor._host.root.joined is not None:
             return tensor._host.root.joined._spec.mesh
@@ -164,8 +163,6 @@ def place(info: Any, args: Any, kwargs: dict[str, Any], mesh: DeviceMesh) -> tup
 
 
 def _placed(args: Any, kwargs: dict[str, Any]) -> list[Spec]:
-    from .dispatch import tensors_in
-
     return [t._spec for t in tensors_in((args, kwargs)) if type(t) is Tensor and t._spec is not None]
 
 
@@ -215,8 +212,6 @@ def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = 
 
 def _restride(tensor: Tensor) -> None:
     """The workers hold it contiguous: give the handle the strides it has there."""
-    from .dispatch import wrap
-
     torch_internals.set_data(tensor, wrap(tensor._spec, tensor._value))
 
 
@@ -229,7 +224,7 @@ def _tell_leaf(tensor: Tensor) -> None:
 
 def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList | None = None) -> Tensor:
     """A placed tensor with the values a plain one has now."""
-    from . import dispatch, redistribute, runtime
+    from . import redistribute, runtime
 
     check_dense(tensor)
     mesh = intern_mesh(mesh)
@@ -244,11 +239,11 @@ def from_plain(tensor: torch.Tensor, mesh: DeviceMesh, placements: PlacementList
         order = stride_order(tuple(plain.shape), plain.stride())
         if plain.is_contiguous() or not plain.permute(order).is_contiguous():
             spec = Spec.of(mesh, placements, plain.shape, None, plain.dtype)
-            return dispatch.wrap(spec, runtime.controller().put(plain, spec))
+            return wrap(spec, runtime.controller().put(plain, spec))
         # Dense in another order of dims: strides are kept, as torch keeps them.
         plain = plain.permute(order)
         spec = Spec.of(mesh, permuted(placements, order), plain.shape, None, plain.dtype)
-        return turned(dispatch.wrap(spec, runtime.controller().put(plain, spec)), order)
+        return turned(wrap(spec, runtime.controller().put(plain, spec)), order)
 
 
 def permuted(placements: PlacementList, order: list[int]) -> PlacementList:

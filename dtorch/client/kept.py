@@ -12,11 +12,12 @@ import math
 import weakref
 from typing import Any
 
-from ..placement import is_partial, is_split, settled
+from ..placement import REPLICATE, settled
 from ..sharding.plan import Choice
 from ..sharding.spec import Spec
 from . import redistribute, runtime, watch
 from .controller import Controller
+from .handles import wrap
 from .values import COPY, Value, next_value_id
 
 #: Commands after which a gathered copy that nothing used goes.
@@ -73,12 +74,10 @@ def summed_before(choice: Choice, tensors: list[Any], controller: Controller) ->
 
     A residual, whose sum a norm has needed: left pending, because that moves nothing now, it would have to be summed once more.
     """
-    from .dispatch import wrap
-
     found = list(tensors)
     for index, (tensor, placements) in enumerate(zip(tensors, choice.decision.inputs, strict=True)):
         spec, value = tensor._spec, tensor._value
-        if not spec.has_partial or not value.kept or value.kept is COPY or placements != spec.placements:
+        if not value.kept or not spec.has_partial or value.kept is COPY or placements != spec.placements:
             continue
         goal = spec.with_placements(settled(spec.placements))
         with controller.lock:
@@ -98,19 +97,22 @@ def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller
     """
     found = list(tensors)
     newest = next_value_id()
+    moves = iter(choice.moves)
+    kept = False
     for index, (tensor, placements) in enumerate(zip(tensors, choice.decision.inputs, strict=True)):
-        spec, value = tensor._spec, tensor._value
+        if placements == tensor._spec.placements:
+            continue
+        (spec, goal), value = next(moves), tensor._value
         if value.kept is COPY or getattr(tensor, "_is_param", False) or newest - value.root.born > YOUNG:
             continue
-        if any(a != b and (is_partial(a) or is_split(a)) for a, b in zip(spec.placements, placements, strict=True)):
-            found[index] = _copy(tensor, spec.with_placements(placements), why, controller)
-    return None if all(new is old for new, old in zip(found, tensors, strict=True)) else found
+        if any(a is not b and a is not REPLICATE for a, b in zip(spec.placements, placements, strict=True)):
+            found[index] = _copy(tensor, goal, why, controller)
+            kept = True
+    return found if kept else None
 
 
 def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
     """A handle on the kept copy of ``tensor`` at ``goal``."""
-    from .dispatch import wrap
-
     value = tensor._value
     copies = _gathered if goal.local_nbytes > tensor._spec.local_nbytes else _summed
     key = value.id, goal

@@ -20,7 +20,7 @@ def cat(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     parts = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if _are_equal_shards(parts, dim) and torch_internals.is_backward_of("Split"):
+    if torch_internals.is_backward_of("Split") and _are_equal_shards(parts, dim):
         return dispatch.call(dispatch.info_of(JOIN), (parts, dim % parts[0].ndim), {})
     return NotImplemented
 

@@ -18,6 +18,7 @@ from ..sharding.plan import ArgWriter, Builder, stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import fresh, host, issuing, runtime, watch
+from .handles import wrap
 
 aten = torch.ops.aten
 
@@ -232,5 +233,5 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
     controller.mesh(mesh)
     program = controller.define(builder.program(info.name, outs))
     values = issuing.run(controller, program, tensors, specs, [*numbers, *builder.operands], info.name)
-    results = [dispatch.wrap(spec, value) for spec, value in zip(specs, values, strict=True)]
+    results = [wrap(spec, value) for spec, value in zip(specs, values, strict=True)]
     return results[0] if info.structure == "tensor" else tuple(results)

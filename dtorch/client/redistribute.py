@@ -10,7 +10,9 @@ from ..mesh import DeviceMesh
 from ..placement import Placement, PlacementList, along, boxed, is_split, normalize, settled
 from ..sharding.plan import Builder, order_or_none
 from ..sharding.spec import Spec, intern_mesh
-from . import torch_internals
+from ..tensor import Tensor
+from . import issuing, runtime, torch_internals
+from .handles import wrap
 
 #: Targets by number: the op's schema can carry an int, but not a mesh.
 _TARGETS: list[tuple[DeviceMesh, PlacementList]] = []
@@ -81,11 +83,11 @@ def redistribute(x: Any, mesh: DeviceMesh, placements: list[Placement] | tuple[P
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The dispatch handler of the op."""
-    from . import dispatch, host
+    from . import host
 
     x, target = args
     mesh, placements = _TARGETS[target]
-    if type(x) is not dispatch.Tensor:
+    if type(x) is not Tensor:
         raise TypeError("redistribute: expected a dtorch tensor; place a plain one with dtorch.from_torch")
     if x._spec is None:
         return host.from_plain(x._host.plain, mesh, placements) if x._host.root.joined is None else _joined(x, target)
@@ -98,8 +100,6 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
     Args:
         why: what a record or an error says it was for.
     """
-    from . import dispatch, issuing, runtime
-
     spec = x._spec
     if spec.mesh is not goal.mesh and (spec.has_packed or goal.has_packed):  # between meshes go boxes
         inner = x if not spec.has_packed else move(x, spec.with_placements(boxed(spec.placements)), why)
@@ -110,7 +110,7 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
     controller.mesh(goal.mesh)
     program, operands = _program(controller, spec, goal, why)
     (value,) = issuing.run(controller, program, (x,), (goal,), operands, why)
-    return dispatch.wrap(goal, value)
+    return wrap(goal, value)
 
 
 def _program(controller: Any, spec: Spec, goal: Spec, why: str) -> tuple[int, list[Any]]:

@@ -13,6 +13,7 @@ from ..sharding.plan import stride_order
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import attention, host, packed, packed_shards, products, random_ops, redistribute, torch_internals
+from .handles import tensors_in, wrap_view
 
 aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ def handler_for(info: Any) -> Handler | None:
 
 def decompose(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the ops that it is made of. Some decompositions are Python (stft) and compare ``.device``s, so plain tensors are placed first."""
-    from .dispatch import mesh_of, tensors_in
+    from .dispatch import mesh_of
 
     if any(type(t) is not Tensor for t in tensors_in((args, kwargs))):
         mesh = mesh_of(args, kwargs)
@@ -101,8 +102,6 @@ FILLS_PLAIN = {aten.copy_.default, aten.index_put_.default, aten._index_put_impl
 
 def same_handle(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``detach``, ``alias``: a new handle on the same value; nothing is sent."""
-    from .dispatch import wrap_view
-
     x = args[0]
     if type(x) is not Tensor:
         return x
@@ -113,8 +112,6 @@ def same_handle(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def data_of(x: Tensor) -> Tensor:
     """``x.data``: unlike of ``x.detach()``, its writes are none of autograd's business, so it counts versions of its own."""
-    from .dispatch import wrap_view
-
     if x._spec is None:
         return host.make(x._host.plain.data, x._host.root)
     return wrap_view(x._spec, x._value, x)
@@ -269,8 +266,6 @@ def run_in_place_view(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def run_out(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``out=``: computed as without, then copied in, which keeps the destination's placements."""
-    from .dispatch import tensors_in
-
     if not any(type(t) is Tensor and t._spec is not None for t in tensors_in((args, kwargs))):
         return host.run(info, args, kwargs)
     names = [a.name for a in info.outs]

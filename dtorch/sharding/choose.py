@@ -26,7 +26,7 @@ LATENCY = 64 * 1024
 ATTEMPTS = 200
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Decision:
     """Where an op runs.
 
@@ -62,6 +62,42 @@ def choose(call: Call, specs: Sequence[Spec], keep: Collection[int] = ()) -> Dec
     return _choose(call, specs, _aliased_outputs(call, keep) if keep else {})
 
 
+class Weighed:
+    """The strategies among which calls of one form choose, where the cheapest moves something: only the costs differ with the sizes.
+
+    What a rule gives, and whether strategies may stand together, follows from the form (`RuleEntry.by_form`), so for each set of cheapest
+    strategies there is one decision.
+    """
+
+    def __init__(self, strategies: list[Strategy]) -> None:
+        self._strategies = strategies
+        self._decisions: dict[tuple[int, ...], Decision] = {}
+
+    @staticmethod
+    def of(call: Call, specs: Sequence[Spec]) -> Weighed | None:
+        """For calls of the form of ``call``; None where its choice depends on more."""
+        entry = rule_for(call.op)
+        if entry is None or not entry.by_form or any(spec.has_packed for spec in specs):
+            return None
+        found = list(entry.rule(call))
+        if not all(type(one) is Strategy and one.even is None and not one.nonempty for one in found):
+            return None
+        return Weighed(found)  # type: ignore[arg-type]
+
+    def choose(self, call: Call, specs: Sequence[Spec]) -> Decision:
+        """`choose` for a call of the form that writes nothing."""
+        problem = _Problem.of_call(call, specs, self._strategies, {})
+        nothing = problem.nothing()
+        best = [problem.ranked(axis, nothing)[0] for axis in range(len(problem.mesh_shape))]
+        key = tuple([order for _, _, _, order, _ in best])
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = choose(call, specs)
+            if problem.is_legal([strategy for *_, strategy in best]):
+                self._decisions[key] = decision
+        return decision
+
+
 def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -> Decision:
     mesh = specs[0].mesh
     entry = rule_for(call.op)
@@ -86,11 +122,13 @@ def _choose(call: Call, specs: Sequence[Spec], keep: Mapping[int, int | None]) -
     # The indices of a list op are often alike, and specs are interned.
     solved: dict[tuple, list[Strategy] | None] = {}
     for problem in problems:
-        key = (*map(id, problem.specs), *problem.keep, tuple(problem.strategies))
-        if key in solved:
-            chosen = solved[key]
+        if len(problems) == 1:
+            chosen = problem.solve()
         else:
-            chosen = solved[key] = problem.solve()
+            key = (*map(id, problem.specs), *problem.keep, tuple(problem.strategies))
+            if key not in solved:
+                solved[key] = problem.solve()
+            chosen = solved[key]
         if chosen is None:
             if problem.keep:
                 return dataclasses.replace(_choose(call, specs, {}), keep_failed=True)
@@ -208,36 +246,41 @@ class _Problem:
 
     def solve(self) -> list[Strategy] | None:
         """One strategy per axis, or None if ``keep`` allows none."""
-        nothing = Strategy(
-            (REPLICATE,) * len(self.inputs),
-            tuple(None if self.call.outputs[o] is None else REPLICATE for o in self.outputs),
-        )
+        nothing = self.nothing()
         free = self._free(nothing)
         if free is not None:
             self.free = True
             return free
-        choices = []
-        for axis in range(len(self.mesh_shape)):
-            here = [spec.placements[axis] for spec in self.specs]
-            if all(p is REPLICATE for p in here):
-                choices.append([nothing])
-                continue
-            ranked = []
-            for order, strategy in enumerate((*self.strategies, nothing)):
-                if not self._keeps(strategy, here):
-                    continue
-                cost, moves = self._cost(strategy, axis, here)
-                ranked.append((cost, moves, order, strategy))
-            ranked.sort(key=_rank)
-            choices.append([r[3] for r in ranked])
+        choices = [[r[-1] for r in self.ranked(axis, nothing)] for axis in range(len(self.mesh_shape))]
         chosen = next(self._search(choices, []), None)
         if chosen is not None:
             for axis, strategy in enumerate(chosen):
                 if strategy is nothing and any(spec.placements[axis] is not REPLICATE for spec in self.specs):
                     others = (s for s in choices[axis] if s is not nothing)
-                    if not any(self._legal([*chosen[:axis], s, *chosen[axis + 1 :]]) for s in others):
+                    if not any(self.is_legal([*chosen[:axis], s, *chosen[axis + 1 :]]) for s in others):
                         self.gathered = True
         return chosen
+
+    def nothing(self) -> Strategy:
+        """Everything replicated, which is always legal."""
+        outputs = [None if self.call.outputs[o] is None else REPLICATE for o in self.outputs]
+        return Strategy((REPLICATE,) * len(self.inputs), tuple(outputs))
+
+    def ranked(self, axis: int, nothing: Strategy) -> list[tuple[float, int, int, int, Strategy]]:
+        """The strategies that ``keep`` allows along an axis, the cheapest first: each behind its cost, the inputs that it moves,
+        the outputs that it leaves whole, and a number of its own."""
+        here = [spec.placements[axis] for spec in self.specs]
+        if all(p is REPLICATE for p in here):
+            return [(0.0, 0, 0, -1, nothing)]
+        held = [_held(spec, axis) for spec in self.specs]
+        pending = any(map(is_partial, here))
+        found = []
+        for order, strategy in enumerate((*self.strategies, nothing)):
+            if not self.keep or self._keeps(strategy, here):
+                cost, moves = self._cost(strategy, axis, here, held, pending)
+                found.append((cost, moves, sum([p is REPLICATE for p in strategy.outputs]), order, strategy))
+        found.sort()
+        return found
 
     def _free(self, nothing: Strategy) -> list[Strategy] | None:
         """The choice where each axis has just one strategy that moves nothing, and that costs nothing: no other need be weighed."""
@@ -248,10 +291,14 @@ class _Problem:
                 chosen.append(nothing)
                 continue
             fits = [s for s in self.strategies if all(a is b for a, b in zip(s.inputs, here, strict=True))]
-            if len(fits) != 1 or not self._keeps(fits[0], here) or self._cost(fits[0], axis, here)[0]:
+            if (
+                len(fits) != 1
+                or not self._keeps(fits[0], here)
+                or self._cost(fits[0], axis, here, (), any(map(is_partial, here)))[0]
+            ):
                 return None
             chosen.append(fits[0])
-        return chosen if self._legal(chosen) else None
+        return chosen if self.is_legal(chosen) else None
 
     def _search(self, choices: list[list[Strategy]], chosen: list[Strategy]) -> Iterator[list[Strategy]]:
         if len(chosen) == len(choices):
@@ -262,7 +309,7 @@ class _Problem:
             if self.attempts < 0:
                 return
             longer = [*chosen, strategy]
-            if self._legal(longer):
+            if self.is_legal(longer):
                 yield from self._search(choices, longer)
 
     def _keeps(self, strategy: Strategy, here: list[Placement]) -> bool:
@@ -274,26 +321,34 @@ class _Problem:
                 return False
         return True
 
-    def _legal(self, chosen: list[Strategy]) -> bool:
+    def is_legal(self, chosen: list[Strategy]) -> bool:
         return legal(chosen, [spec.shape for spec in self.specs], self.mesh_shape)
 
-    def _cost(self, strategy: Strategy, axis: int, here: list[Placement]) -> tuple[float, int]:
+    def _cost(
+        self, strategy: Strategy, axis: int, here: list[Placement], held: Sequence[float], pending: bool
+    ) -> tuple[float, int]:
+        """What a strategy costs along an axis, and how many of its inputs move.
+
+        Args:
+            held: `_held` of each input, asked for those that move.
+            pending: some input is a pending sum.
+        """
         pieces = self.mesh_shape[axis]
         share = (pieces - 1) / pieces
         cost, moves = 0.0, 0
-        for spec, source, target in zip(self.specs, here, strategy.inputs, strict=True):
+        for i, (source, target) in enumerate(zip(here, strategy.inputs, strict=True)):
             if source is target:
                 continue
             moves += 1
             if source is REPLICATE:
                 continue
-            size = _held(spec, axis) * share
+            size = held[i] * share
             cost += LATENCY
             if target is REPLICATE:
                 cost += 2 * size if is_partial(source) else size
             elif is_shard(target):
                 # An uneven split sends padding and gives some devices more than their part of the work.
-                dim = spec.shape[target.dim]  # type: ignore[attr-defined]
+                dim = self.specs[i].shape[target.dim]  # type: ignore[attr-defined]
                 waste = -(-dim // pieces) * pieces / dim if dim else 1.0
                 # What is scattered anew is likely to be gathered later, so where latency counts it is made whole at once: one
                 # all-reduce for a reduce-scatter and an all-gather, and tokens picked from split logits come out whole.
@@ -301,14 +356,13 @@ class _Problem:
             else:
                 # Making a pending sum out of a shard only to add zeros elsewhere.
                 cost += size + LATENCY
-        pending = strategy.finish is not None or not any(is_partial(p) for p in here)
         for o, placement in zip(self.outputs, strategy.outputs, strict=True):
             if placement is not None and is_partial(placement):
                 out = self.call.outputs[o]
                 size = math.prod(out.shape) * out.dtype.itemsize * share  # type: ignore[union-attr]
                 if strategy.finish is not None or placement.reduce_op != "sum":  # type: ignore[attr-defined]
                     cost += 2 * size + LATENCY
-                elif pending:
+                elif not pending:
                     cost += size + LATENCY
         return cost, moves
 
@@ -347,12 +401,6 @@ def legal(chosen: Sequence[Strategy], shapes: Sequence[Sequence[int]], mesh_shap
             if strategy.nonempty and not _all_filled(shapes[i][dim], axes):
                 return False
     return True
-
-
-def _rank(entry: tuple[float, int, int, Strategy]) -> tuple:
-    cost, moves, order, strategy = entry
-    whole = sum(p is REPLICATE for p in strategy.outputs)
-    return cost, moves, whole, order
 
 
 def _held(spec: Spec, axis: int) -> float:

@@ -293,6 +293,22 @@ def stack(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return ((out, contiguous_stride(out), first.dtype),)
 
 
+@formula(aten.slice.Tensor)
+def slice_(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
+    """Bounds count from the end where negative, and are clamped."""
+    if kwargs or not all(type(bound) is int or bound is None for bound in args[1:]):
+        return None
+    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    shape = x.shape
+    if not -len(shape) <= dim < len(shape) or step is None or step < 1:
+        return None
+    start, end, step = slice(start, end, step).indices(shape[dim])
+    size = max(end - start + step - 1, 0) // step
+    dim %= len(shape)
+    stride = (*x.stride[:dim], x.stride[dim] * step, *x.stride[dim + 1 :])
+    return (((*shape[:dim], size, *shape[dim + 1 :]), stride, x.dtype),)
+
+
 @formula(aten.native_layer_norm.default)
 def layer_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
     if len(args) != 5:

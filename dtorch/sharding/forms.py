@@ -8,7 +8,6 @@ choice that was *free* (nothing moves, and no other was weighed) follows from th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +60,10 @@ def serves_its_form(plan: Plan) -> bool:
 
 def resized(info: OpInfo, plan: Plan, call: Call) -> Plan:
     """The plan of ``call``, which has the form of the call that ``plan`` was made for."""
-    mesh, other = plan.mesh, copy.copy(plan)
+    mesh = plan.mesh
+    other = object.__new__(Plan)
+    for name in Plan.__slots__:
+        setattr(other, name, getattr(plan, name))
     outputs = [
         None if spec is None else Spec.of(mesh, spec.placements, out.shape, out.stride, out.dtype)  # type: ignore[union-attr]
         for spec, out in zip(plan.outputs, call.outputs, strict=True)

@@ -7,6 +7,7 @@ constants and of each number its type and whether it `enlarges`, and the client 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..placement import REPLICATE, PlacementList, encode, is_partial
 from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op, Operand, Program, Reshard, Slot
 from ..raw import dtype_name
 from . import checks, packing, shapes
-from .choose import Decision, choose
+from .choose import Decision, Weighed, choose
 from .schema import OpInfo
 from .spec import Spec, mesh_id
 from .strategy import Call, TensorArg
@@ -178,8 +179,8 @@ def stride_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
 
 def order_or_none(spec: Spec) -> list[int] | None:
     """The stride order of a tensor that is not contiguous."""
-    order = stride_order(spec.shape, spec.stride)
-    return None if order == list(range(len(order))) else order
+    stride = spec.stride
+    return None if all(map(operator.ge, stride, stride[1:])) else stride_order(spec.shape, stride)
 
 
 def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Plan:
@@ -208,10 +209,10 @@ def describe(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs:
     return Call(info.op, args, kwargs, inputs, outputs)
 
 
-def decide(info: OpInfo, call: Call, specs: list[Spec]) -> Choice:
-    """Where an op will run."""
+def decide(info: OpInfo, call: Call, specs: list[Spec], weighed: Weighed | None = None) -> Choice:
+    """Where an op will run; ``weighed``: among what, if that is known of its form."""
     writes = info.writes(call.args, call.kwargs)
-    decision = choose(call, specs, writes)
+    decision = choose(call, specs, writes) if weighed is None else weighed.choose(call, specs)
     return Choice(info, call, decision, writes, specs[0].mesh, _moves(decision, specs))
 
 

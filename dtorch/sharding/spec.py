@@ -29,6 +29,8 @@ class Spec:
         "replicated",
         "has_partial",
         "has_packed",
+        "nbytes",
+        "local_nbytes",
         "key",
         "__weakref__",
     )
@@ -44,6 +46,10 @@ class Spec:
     has_partial: bool
     #: Some placement is PackedShard.
     has_packed: bool
+    #: The bytes of the whole tensor.
+    nbytes: int
+    #: The bytes that one device holds of it, about.
+    local_nbytes: int
 
     @staticmethod
     def of(
@@ -71,6 +77,10 @@ class Spec:
             found.replicated = all(p is REPLICATE for p in placements)
             found.has_partial = any(is_partial(p) for p in placements)
             found.has_packed = any(map(is_packed, placements))
+            found.nbytes = shape.numel() * dtype.itemsize
+            found.local_nbytes = found.nbytes // math.prod(
+                [n for n, placement in zip(mesh.shape, placements, strict=True) if is_split(placement)]
+            )
             found.key = key
             if found.has_packed:
                 _check_packed(found)
@@ -80,17 +90,6 @@ class Spec:
     @property
     def ndim(self) -> int:
         return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    @property
-    def local_nbytes(self) -> int:
-        """The bytes that one device holds of it, about."""
-        shards = [n for n, placement in zip(self.mesh.shape, self.placements, strict=True) if is_split(placement)]
-        return self.nbytes // math.prod(shards)
 
     def with_placements(self, placements: Sequence[Placement]) -> Spec:
         """This tensor under other placements on the same mesh."""

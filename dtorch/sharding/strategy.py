@@ -16,8 +16,11 @@ import torch
 
 from ..placement import REPLICATE, Placement
 
+#: A value that nobody changes: not frozen, for that makes it four times as slow to make, and a plan makes a dozen.
+value = functools.partial(dataclasses.dataclass, slots=True, unsafe_hash=True)
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@value
 class TensorArg:
     """A tensor in a call, as a rule sees it: global shape, stride and dtype; ``index`` counts the call's tensors in order."""
 
@@ -31,7 +34,7 @@ class TensorArg:
         return len(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@value
 class Call:
     """One call of an op: ``args`` and ``kwargs`` with a `TensorArg` for every tensor; ``inputs`` are those, in order.
 
@@ -72,7 +75,7 @@ def schema_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, Any, bool], 
     return tuple((a.name, a.default_value, a.kwarg_only) for a in op._schema.arguments)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@value
 class Strategy:
     """Placements of every input tensor and every output along one axis.
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from dtorch.mesh import DeviceMesh
-from dtorch.placement import REPLICATE, shard
+from dtorch.placement import PARTIAL, REPLICATE, shard
+from dtorch.sharding.choose import Weighed, choose
 from dtorch.sharding.forms import form_of, resized, serves_its_form
 from dtorch.sharding.plan import decide, describe, plan_op, write_plan
 from dtorch.sharding.rules import rule_for
 from dtorch.sharding.schema import OpInfo
 from dtorch.sharding.spec import Spec
+from dtorch.sharding.strategy import Call
 
 from .ground_truth import Sample, call_of, run_whole, strategies_of, tree
 from .test_rules import captured, written
@@ -74,6 +78,49 @@ def test_served_plans_are_what_planning_gives() -> None:
                 ops.add(sample.op)
     assert served > 1000
     assert len(ops) > 150
+
+
+def test_what_is_weighed_anew_is_what_choosing_gives() -> None:
+    """Of inputs under any placements, so that they move, in sizes where now latency counts and now bytes."""
+    rng = random.Random(0)
+    weighed, ops, decisions = 0, set(), set()
+    for sample in (*written(), *captured()):
+        info = OpInfo(sample.op)
+        if not info.by_form or info.outs or info.is_mutable:
+            continue
+        call = call_of(sample, run_whole(sample)[0])
+        for mesh in MESHES:
+            placements = [
+                [rng.choice([REPLICATE, PARTIAL, *map(shard, range(t.ndim))]) for _ in range(mesh.ndim)]
+                for t in call.inputs
+            ]
+            known = specs_of(sample, mesh, placements)
+            first = describe(info, call.args, call.kwargs, known)
+            found = Weighed.of(first, known)
+            if found is None or choose(first, known).free:
+                continue
+            for call, specs in [(first, known), *scaled(first, known, (1, 30, 1000, 3)), (first, known)]:
+                expected = choose(call, specs)
+                assert found.choose(call, specs) == expected, (sample, mesh, placements)
+                weighed += 1
+                ops.add(sample.op)
+                decisions.add((sample.op, mesh, expected.inputs))
+    assert weighed > 1000
+    assert len(ops) > 100
+    assert len(decisions) > 200
+
+
+def scaled(call: Call, specs: list[Spec], factors: Iterable[int]) -> Iterator[tuple[Call, list[Spec]]]:
+    """The call with every size but 0 and 1 multiplied: of the same form."""
+    for factor in factors:
+
+        def grow(shape: Sequence[int], factor: int = factor) -> tuple[int, ...]:
+            return tuple(n if n < 2 else n * factor for n in shape)
+
+        outputs = tuple(None if o is None else dataclasses.replace(o, shape=grow(o.shape)) for o in call.outputs)
+        inputs = tuple(dataclasses.replace(i, shape=grow(i.shape)) for i in call.inputs)
+        larger = dataclasses.replace(call, inputs=inputs, outputs=outputs)
+        yield larger, [Spec.of(s.mesh, s.placements, grow(s.shape), s.stride, s.dtype) for s in specs]
 
 
 def test_forms_differ_where_plans_may() -> None:

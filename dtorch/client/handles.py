@@ -1,0 +1,45 @@
+"""Handles: the tensors that Python holds on values of the workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..sharding.spec import Spec
+from ..tensor import Tensor
+from . import torch_internals
+from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
+from .values import Value
+
+
+def wrap(spec: Spec, value: Value) -> Tensor:
+    """A new handle."""
+    tensor = make_wrapper(
+        Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=CPU, _extra_dispatch_keys=HANDLE_KEYS
+    )
+    tensor._spec = spec
+    tensor._value = value
+    return tensor
+
+
+def wrap_view(spec: Spec, value: Value, base: Tensor) -> Tensor:
+    """A new handle that torch knows to alias ``base``."""
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
+            view = wrap(spec, value)
+    else:
+        view = wrap(spec, value)
+    torch_internals.share_storage(view, base)
+    return view
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors_in(item)]
+    return []
