@@ -28,7 +28,7 @@ from ..mesh import DeviceMesh
 from ..placement import encode
 from ..program.ir import Program
 from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
-from ..sharding.spec import Spec, mesh_id
+from ..sharding.spec import Spec, intern_mesh, mesh_id
 from . import interrupts, lines, watch
 from .failures import Failures
 from .replies import Collect, Gather, Waiting
@@ -359,6 +359,17 @@ class Controller:
         self._ask(waiting, lambda token: [protocol.SHARDS, token, value.id, mesh_id(spec.mesh)])
         replies = self.wait(waiting.future)
         return {i: from_bytes(replies[i][2], dtype_called(replies[i][1]), replies[i][0]) for i in spec.mesh.device_ids}
+
+    def disregard(self, value: Value, mesh: DeviceMesh) -> None:
+        """Nobody need be told why a device has no ``value``, if it has none: who asked for it has given up. Does not wait."""
+        if self.lost is not None or self.closed:
+            return
+        for device in mesh.device_ids:  # which may have failed for a reason of its own
+            alone = self.mesh(intern_mesh(DeviceMesh(mesh.device_type, [device])))
+            self._ask(
+                Collect(TensorFuture(), 1),
+                lambda token, alone=alone: [protocol.SHARDS, token, value.id, alone],  # type: ignore[misc]
+            )
 
     def describe(self, values: Sequence[int], mesh: DeviceMesh) -> list[tuple[list[int], list[int], torch.dtype]]:
         """Shape, stride and dtype of values as the mesh's first device holds them; waits."""

@@ -223,7 +223,7 @@ def _fill(model: Any, mesh: DeviceMesh, weights: _Weights, folder: Path, progres
         log.warning("from_pretrained: %s holds tensors that the model lacks: %s", folder, ", ".join(unexpected))
     total = sum(entry.nbytes for _, entry in pairs)
     total += sum(entry.nbytes for fusion in weights.fusions for _, _, entry in fusion.sources)
-    with contextlib.closing(transfers.Tally("Loading", total, progress)) as tally, torch.no_grad():
+    with transfers.Tally("Loading", total, progress) as tally, torch.no_grad():
         for tensor, entry in sorted(pairs, key=lambda pair: pair[1].path):
             transfers.read_one(tensor, entry, tally)
         for fusion in weights.fusions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,10 @@ Moved = dict["torch.device | str", int]
 
 
 class Tally:
-    """Counts the bytes that each device moves, shows them, and holds the client back to a few steps ahead of the workers."""
+    """Counts the bytes that each device moves, shows them, and holds the client back to a few steps ahead of the workers.
+
+    A context. When it is left by an error, Ctrl-C perhaps, what is still on its way may fail, for its file goes; nobody is told of that.
+    """
 
     def __init__(self, what: str, total: int, progress: bool) -> None:
         from tqdm.auto import tqdm
@@ -49,9 +51,15 @@ class Tally:
             disable=None if progress else True,  # None: only where somebody looks
         )
 
-    def close(self) -> None:
+    def __enter__(self) -> Tally:  # noqa: PYI034 - typing.Self is not in Python 3.10
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
         opened.cache_clear()
+        if kind is not None:
+            for count in self._counts.values():
+                runtime.controller().disregard(count._value, count._spec.mesh)
 
     def count(self, mesh: DeviceMesh) -> Tensor:
         """What each device of ``mesh`` adds its bytes to. A device that fails poisons it, and so whatever it moves from then on."""
@@ -115,7 +123,7 @@ def read(pairs: Sequence[tuple[torch.Tensor, Entry]], progress: bool) -> Moved:
         The bytes read.
     """
     total = sum(entry.nbytes for _, entry in pairs)
-    with contextlib.closing(Tally("Loading", total, progress)) as tally:
+    with Tally("Loading", total, progress) as tally:
         for tensor, entry in sorted(pairs, key=lambda pair: pair[1].path):
             read_one(tensor, entry, tally)
         return tally.finish()
@@ -149,7 +157,7 @@ def write(files: Mapping[Path, Mapping[str, torch.Tensor]], starts: Mapping[str,
         The bytes written.
     """
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    with contextlib.closing(Tally("Saving", total, progress)) as tally, torch.no_grad():
+    with Tally("Saving", total, progress) as tally, torch.no_grad():
         for path, tensors in files.items():
             for name, tensor in tensors.items():
                 if not is_placed(tensor):

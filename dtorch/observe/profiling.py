@@ -53,7 +53,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"profile(): argument 'path' must be a path, not {type(path).__name__}")
-    if os.path.isdir(path):
+    if not os.fspath(path) or os.path.isdir(path):
         raise IsADirectoryError(f"profile(): {os.fspath(path)!r} is a folder; name the file to write")
     if not _running.acquire(blocking=False):
         raise DTorchError("profile(): another profile is being taken; they do not nest")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard, distribute_module
-from dtorch.io import load, save
+from dtorch.io import load, save, transfers
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -249,6 +249,35 @@ def test_a_failed_save_changes_nothing(name: str, tmp_path: Path, monkeypatch: p
     load(there, tmp_path / name)
     assert torch.equal(there.x, torch.ones(3))
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_a_save_that_was_given_up_still_fails_at_is_told_to_nobody(
+    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file goes while workers write. They fail at tensors of their own: of replicas the first device writes."""
+    write, settle = transfers.in_place.run, transfers.Tally.finish
+
+    def run(name: str, tensors: Any, arguments: Any, written: Any) -> None:
+        if name == "dtorch.write_part":
+            Path(os.fsdecode(arguments[0])).unlink(missing_ok=True)
+        write(name, tensors, arguments, written)
+
+    def finish(tally: Any) -> Any:
+        if interrupted:
+            raise KeyboardInterrupt
+        return settle(tally)
+
+    monkeypatch.setattr(transfers.in_place, "run", run)
+    monkeypatch.setattr(transfers.Tally, "finish", finish)
+    tensors = {
+        "a": dtorch.ones(4, device_mesh=TWO),
+        "b": dtorch.ones(4, device_mesh=TWO, placements=[Shard(0)]),
+    }
+    with pytest.raises(KeyboardInterrupt if interrupted else dtorch.errors.RemoteError):
+        save(tensors, tmp_path / "one.safetensors")
+    dtorch.synchronize()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_killed_save_leaves_the_old_and_the_next_cleans_up(tmp_path: Path, engine: str) -> None:

@@ -158,7 +158,12 @@ def test_an_exception_passes_and_the_file_is_written(file: Path) -> None:
 def test_bad_calls(file: Path, tmp_path: Path) -> None:
     ran = []
     file.write_text("kept")
-    for path, error in ((3, TypeError), (tmp_path, IsADirectoryError), (file / "below" / "a file", OSError)):
+    for path, error in (
+        (3, TypeError),
+        ("", IsADirectoryError),
+        (tmp_path, IsADirectoryError),
+        (file / "below" / "a file", OSError),
+    ):
         with pytest.raises(error), dtorch.profile(path):  # type: ignore[arg-type]
             ran.append(path)
     outer, nested = dtorch.profile(tmp_path / "outer.json"), dtorch.profile(file)
