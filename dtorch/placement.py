@@ -63,7 +63,8 @@ class Replicate(_c.Replicate):
     """
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) not in _OWN and isinstance(other, _c.Replicate))
+        kind = type(other)
+        return kind is Replicate or (kind not in _OWN and isinstance(other, _c.Replicate))
 
     def __hash__(self) -> int:
         return -1

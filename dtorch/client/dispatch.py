@@ -212,11 +212,11 @@ def make_plan(
     if choice is None or (info.by_form and not choice.moves):
         choice = decide(info, described, specs, served)
     controller.mesh(choice.mesh)
+    if form is not None and served is None and choice.moves and not choice.writes:
+        weighed = Weighed.of(described, specs)
+        if weighed is not None:
+            _remember(_FORMS, form, weighed)
     if choice.moves and choice.makes_fresh:
-        if form is not None and served is None:
-            weighed = Weighed.of(described, specs)
-            if weighed is not None:
-                _remember(_FORMS, form, weighed)
         return choice
     plan = written_plan(choice, specs, controller)
     if form is not None and serves_its_form(plan):

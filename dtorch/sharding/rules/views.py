@@ -158,7 +158,7 @@ def unsqueeze(call: Call) -> list[Strategy]:
     return follow(call, [(d, d + (d >= new)) for d in range(ndim)])
 
 
-@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, by_form=True)
 def squeeze(call: Call) -> list[Strategy]:
     """A part may have size 1 where the whole has not, so locally the result's shape says what to squeeze."""
     shape = call.inputs[0].shape
@@ -169,23 +169,21 @@ def squeeze(call: Call) -> list[Strategy]:
     return follow(call, [(d, o) for o, d in enumerate(kept)], local="dtorch.view_as_output")
 
 
-@rule(aten.slice.Tensor)
+@rule(aten.slice.Tensor, by_form=True)
 def slice_(call: Call) -> list[Strategy]:
-    shape, dim = call.inputs[0].shape, call.get("dim")
-    size = shape[dim]
-    start, end = call.get("start"), call.get("end")
+    dim = call.get("dim")
     # A slice of everything also means everything of a part.
-    if call.get("step") == 1 and (start is None or start == 0) and (end is None or end >= size):
+    if call.get("step") == 1 and call.outputs[0].shape[dim] == call.inputs[0].shape[dim]:  # type: ignore[union-attr]
         return _same(call)
     return others(call, dim)
 
 
-@rule(aten.select.int)
+@rule(aten.select.int, by_form=True)
 def select(call: Call) -> list[Strategy]:
     return _without(call, call.get("dim"))
 
 
-@rule(aten.unbind.int)
+@rule(aten.unbind.int, by_form=True)
 def unbind(call: Call) -> list[Strategy]:
     return _without(call, call.get("dim"))
 
