@@ -52,11 +52,11 @@ def drawn_as_torch(request: pytest.FixtureRequest) -> Iterator[str]:
     dtorch.shutdown()
 
 
-def both(name: str) -> tuple[Any, Any]:
-    """A model, and the same one placed."""
+def both(name: str, **options: Any) -> tuple[Any, Any]:
+    """A model, and the same one placed; ``options`` of its configuration."""
     config, kind, arguments, plan = MODELS[name]
     torch.manual_seed(0)
-    plain = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).eval()
+    plain = getattr(transformers, kind)(getattr(transformers, config)(**arguments, **options)).eval()
     return plain, dtorch.distribute_module(copy.deepcopy(plain), MESH, plan)
 
 
@@ -85,21 +85,33 @@ def test_the_same_tokens(drawn_as_torch: str, name: str, way: str) -> None:
         assert not any(len(one.shape) == 4 for one in r.communication)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral", "Mixtral"])
-def test_a_layer_needs_two_all_reduces(drawn_as_torch: str, name: str) -> None:
+def test_a_layer_needs_two_all_reduces(drawn_as_torch: str, name: str, attention: str) -> None:
     """One after attention and one after the MLP; one more after the embedding, which is split by its vocabulary.
 
     That of a mixture is of what each token's experts make, before they are weighted and added up.
     """
-    _, model = both(name)
+    plain, model = both(name, attn_implementation=attention)
     ids = dtorch.from_torch(IDS, MESH)
-    with torch.no_grad(), dtorch.record() as r:
-        out = model(ids)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            out, expected = model(ids), plain(IDS)
+            torch.testing.assert_close(out.logits.to_torch().detach(), expected.logits.detach())
+            with dtorch.record() as r:
+                out = model(ids)
+            _is_two_a_layer(r, name, IDS.numel())
+            assert out.logits.placements == [Shard(2)]
+            with dtorch.record() as r:
+                model(ids[:, :1], past_key_values=out.past_key_values)
+            _is_two_a_layer(r, name, len(IDS))
+
+
+def _is_two_a_layer(r: Any, name: str, tokens: int) -> None:
     assert [one.kind for one in r.communication] == ["all_reduce"] * (2 * 2 + 1)
-    experts = {(2 * 7 * model.config.num_experts_per_tok, 32)} if name == "Mixtral" else set()
-    assert {one.shape for one in r.communication} == {(2, 7, 32)} | experts
+    experts = {(2 * tokens, 32)} if name == "Mixtral" else set()
+    assert {one.shape for one in r.communication} == {(len(IDS), tokens // len(IDS), 32)} | experts
     assert r.fallbacks == []
-    assert out.logits.placements == [Shard(2)]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
