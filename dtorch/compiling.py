@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import types
@@ -176,6 +177,24 @@ class Compiled:
             raise AttributeError(name)
         return getattr(self.function, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name.startswith("__"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.function, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.function, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = copy.deepcopy(self.function, memo)
+        return self if copied is self.function else Compiled(copied, self.verify)
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.function, types.FunctionType):
+            return self.function.__qualname__  # as pickle takes functions, by name
+        return Compiled, (self.function, self.verify)
+
     def __repr__(self) -> str:
         return f"<dtorch.compile of {self.function!r}: {len(self._keys)} recordings>"
 
@@ -186,6 +205,11 @@ class Compiled:
                 known.clear()
             self.program = None
 
+
+#: A `Compiled`'s own attributes; the others are its function's.
+_OWN = frozenset(
+    ("function", "verify", "program", "_name", "_found", "_passing", "_eager", "_keys", "_warned", "_lock")
+)
 
 _ALL: weakref.WeakSet[Compiled] = weakref.WeakSet()
 

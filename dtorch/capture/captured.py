@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Binding:
 class Call:
     """One run of a captured program, while it is put together."""
 
-    __slots__ = ("captured", "tensors", "found", "numbers", "values", "env", "handles", "returned")
+    __slots__ = ("captured", "tensors", "found", "numbers", "values", "env", "handles", "returned", "undo")
 
     def __init__(self, captured: Captured, tensors: list[torch.Tensor], found: list[Any]) -> None:
         self.captured = captured
@@ -72,6 +73,8 @@ class Call:
         self.handles: list[Any] = []
         #: What the result has of `Captured.returned`, as it was before the call.
         self.returned: list[Any] = []
+        #: What makes undone what the call has changed on the client: functions, each with the state to be given.
+        self.undo: list[tuple[Callable[[Any], Any], torch.Tensor]] = []
 
     def plain(self, node: plain.Node) -> torch.Tensor:
         return plain.window(node, self.env)
@@ -155,10 +158,14 @@ class Captured:
         self.requires_grad: list[bool] = []
         #: Handles that are one object, or on one value: the index of the first such, for each.
         self.twins: list[tuple[int, int]] = []
-        self.checks_grad = torch.is_grad_enabled()
+        self.checks_grad = False
         self.numbers: list[Any] = []
         self.items: list[Any] = []
         self.starts: list[plain.Node] = []
+        #: Those of them that come from outside and are written.
+        self.rewritten: list[plain.Node] = []
+        #: Those that it draws from.
+        self.generators: list[torch.Generator] = []
         self.variable: set[int] = set()
         self.segments: list[Segment] = []
         self.programs: list[int] = []
@@ -231,18 +238,23 @@ class Captured:
         return result
 
     def _prepare(self, call: Call) -> None:
-        """The client's own part: random keys, plain work, optimizers' numbers."""
-        state = torch.get_rng_state() if self.starts else None
+        """The client's own part: random keys, plain work, optimizers' numbers. On a `Mismatch` all is as if it had not begun."""
+        for generator in self.generators:
+            call.undo.append((generator.set_state, generator.get_state()))
         try:
             call.env = plain.given(self.starts, call, self.variable)
+            for node in self.rewritten:
+                tensor = call.plain(node)
+                call.undo.append((tensor.copy_, tensor.detach().clone()))
             for item in self.items:
                 if type(item) is plain.Entry:
                     item.run(call.env)
                 else:
                     item.run(call)
         except Mismatch:
-            if state is not None:
-                torch.set_rng_state(state)
+            with torch.no_grad():
+                for restore, state in call.undo:
+                    restore(state)
             raise
 
     @critical

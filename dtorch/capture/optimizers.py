@@ -121,8 +121,8 @@ class Section:
         optimizer = self.optimizer
         if not _alike(self.settings, settings_of(optimizer)):
             raise Mismatch
-        counts = [
-            (tensor, tensor.clone())
+        call.undo += [
+            (tensor.copy_, tensor.clone())
             for state in optimizer.state.values()
             for tensor in state.values()
             if type(tensor) in PLAIN
@@ -139,10 +139,6 @@ class Section:
                 optimizer.step()
             if again.at != len(self.calls):
                 raise Mismatch
-        except Mismatch:
-            for tensor, before in counts:
-                tensor.copy_(before)
-            raise
         finally:
             for parameter, grad in swapped:
                 torch_internals.set_grad(parameter, grad)

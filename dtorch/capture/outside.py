@@ -118,9 +118,18 @@ class Outside:
                     pending.append(parent)
         return list(found.values())
 
+    def contents(self) -> list[tuple[Any, list[Any]]]:
+        """Every list and dict that can be reached, with what is in it."""
+        return [(one, contents_of(one)) for one in self._seen.values() if isinstance(one, (list, dict))]
+
     def saw(self, one: Any) -> bool:
         """Whether ``one`` can be reached."""
         return id(one) in self._seen
+
+
+def contents_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """What is in a list; the keys and values of a dict."""
+    return list(container) if isinstance(container, list) else [*container, *container.values()]
 
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")

@@ -14,6 +14,8 @@ import torch
 
 #: Bytes of a tensor whose contents at its first use may be kept, where nobody saw how it was made.
 SNAPSHOT = 16 << 20
+UNSEEN = "a plain tensor comes from where dtorch.compile cannot see (numpy memory, a C extension)"
+
 #: Types of plain tensors.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -48,12 +50,11 @@ class Entry:
     kwargs: dict[str, Any]
     inputs: list[Node]
     written: set[int]
-    is_random: bool
+    #: Those that it draws from.
+    generators: list[torch.Generator]
     result: Any = None
     outs: list[Node] = dataclasses.field(default_factory=list)
     line: str = ""
-    #: It draws from torch's default generator.
-    draws: bool = False
 
     def run(self, env: dict[int, torch.Tensor]) -> None:
         """Do it again, and see that it gives what a program can rely on: the same shapes, the same Python values."""
@@ -117,12 +118,11 @@ class Tape:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], where: str) -> Any:
         """Call a function of plain tensors and note it."""
         inputs: list[Node] = []
-        entry = Entry(func, self._named(args, inputs), self._named(kwargs, inputs), inputs, set(), False, line=where)
+        entry = Entry(func, self._named(args, inputs), self._named(kwargs, inputs), inputs, set(), [], line=where)
         versions = [_version(node.tensor) for node in inputs]
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
-        entry.draws = not torch.equal(state, torch.get_rng_state())
-        entry.is_random = entry.draws or any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        entry.generators = _generators(args, kwargs, draws=not torch.equal(state, torch.get_rng_state()))
         entry.written = {
             node.storage for node, version in zip(inputs, versions, strict=True) if _version(node.tensor) != version
         }
@@ -132,10 +132,9 @@ class Tape:
             self._later_writes[storage] = len(self.entries) - 1
         return result
 
-    def made(self, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor, is_random: bool) -> None:
-        """Note a call that took no tensor and made one."""
-        is_random |= any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        entry = Entry(func, args, kwargs, [], set(), is_random)
+    def made(self, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor, draws: bool) -> None:
+        """Note a call that took no tensor and made one; ``draws``: by torch's default generator."""
+        entry = Entry(func, args, kwargs, [], set(), _generators(args, kwargs, draws))
         entry.result = self._made(result, entry)
         self.entries.append(entry)
 
@@ -147,6 +146,8 @@ class Tape:
                 self._snapshot(found)
             return found
         base = self._by_storage.get(_storage(tensor))
+        if base is None and tensor.ndim:  # composites of torch's make 0-d tensors of their numbers
+            self._refuse(UNSEEN)
         node = self._add(tensor)
         if base is not None and base.tensor.dtype == tensor.dtype:
             node.window = base, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
@@ -199,7 +200,7 @@ class Tape:
             for index, entry in enumerate(self.entries):
                 touched = {node.storage for node in entry.outs} | entry.written
                 read = {node.storage for node in entry.inputs}
-                if entry.is_random or read & variable or touched & variable:
+                if entry.generators or read & variable or touched & variable:
                     variable |= touched
                     # What is constant but is written later does not have now what it will have then.
                     variable |= {s for s in read if self._later_writes.get(s, -1) > index}
@@ -210,7 +211,7 @@ class Tape:
         random: set[int] = set()
         for entry in self.entries:
             reads_random = any(node.storage in random for node in entry.inputs)
-            if entry.is_random or reads_random:
+            if entry.generators or reads_random:
                 random |= {node.storage for node in entry.outs} | entry.written
             plain_result = not entry.outs and not entry.written
             if reads_random and plain_result:
@@ -222,7 +223,7 @@ class Tape:
 
     def varies(self, entry: Entry) -> bool:
         touched = {node.storage for node in (*entry.outs, *entry.inputs)} | entry.written
-        return entry.is_random or bool(touched & self.variable)
+        return bool(entry.generators or touched & self.variable)
 
     def starts(self, needed: Iterable[Node]) -> list[Node]:
         """The nodes that no op of `again` makes, of those that ``needed`` come from: in the order to be given to a call."""
@@ -234,7 +235,7 @@ class Tape:
             if node.window is not None:
                 visit(node.window[0])
             elif node.storage in self.variable and node.read is None and node.start is None:
-                self._refuse("a plain tensor comes from where dtorch.compile cannot see (numpy memory, a C extension)")
+                self._refuse(UNSEEN)
             found[node.index] = node
 
         for entry in self.again():
@@ -272,6 +273,12 @@ def window(node: Node, env: dict[int, torch.Tensor]) -> torch.Tensor:
         base, size, stride, offset = node.window  # type: ignore[misc]
         found = torch.as_strided(window(base, env), size, stride, offset)
     return found
+
+
+def _generators(args: Any, kwargs: dict[str, Any], draws: bool) -> list[torch.Generator]:
+    """Those that a call draws from; ``draws``: the default one too."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return [torch.default_generator, *given] if draws else given
 
 
 def _storage(tensor: torch.Tensor) -> int:

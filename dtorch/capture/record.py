@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,9 @@ from .arguments import Arguments
 from .captured import ANY_TENSOR, NOTHING, Binding, Call, Captured, Guards, Output
 from .gradients import Gradient, backward_of, differentiate
 from .optimizers import settings_of
-from .outside import Edge, Outside, grad_of
-from .plain import PLAIN
-from .recorder import Put, Recorder, copying
+from .outside import Edge, Outside, contents_of, grad_of
+from .plain import PLAIN, Entry
+from .recorder import Key, Put, Recorder, copying
 from .results import maker_of
 
 
@@ -44,6 +45,7 @@ class Recording:
         self.roots = [function, *arguments.objects]
         self.before = Outside(self.roots)
         self.given_before = Outside([list(args), kwargs])
+        self.contents = self.given_before.contents()
         self.recorder = recorder = Recorder()
         #: Handles from outside: tensors of the arguments first.
         self.outer: list[Any] = []
@@ -125,6 +127,7 @@ class Recording:
     def _capture(self, args: Any, kwargs: Any) -> Captured | None:
         recorder = self.recorder
         captured = Captured(self.name, self.arguments.objects)
+        captured.checks_grad = recorder.with_grad
         made = {value for command in recorder.commands for value in command.outputs}
         self._find_outputs(captured, made)
         self._find_changes(args, kwargs, made)
@@ -298,6 +301,10 @@ class Recording:
                 and edge.kind != "grad"
             ):
                 recorder.refuse("it puts tensors into a list or dict that it is given")
+        for container, items in self.contents:
+            now = contents_of(container)
+            if not self.before.saw(container) and (len(now) != len(items) or any(map(operator.is_not, now, items))):
+                recorder.refuse("it changes a list or dict that it is given")
 
     def _with_fresh_constants(self, commands: list[Command]) -> list[Command]:
         """The commands, with a copy in place of every constant that they write, or return a view of."""
@@ -484,9 +491,15 @@ class Recording:
         captured.items = [
             item
             for item in recorder.items
-            if (id(item) in again if type(item).__name__ == "Entry" else not isinstance(item, Put) or item.id in puts)
+            if (id(item) in again if type(item) is Entry else not isinstance(item, Put) or item.id in puts)
         ]
         captured.starts = tape.starts(self.needed)
+        entries = [item for item in captured.items if type(item) is Entry]
+        written = {storage for entry in entries for storage in entry.written}
+        captured.rewritten = [n for n in captured.starts if n.read is not None and n.storage in written]
+        captured.generators = list({g: None for entry in entries for g in entry.generators})
+        if any(type(item) is Key for item in captured.items) and torch.default_generator not in captured.generators:
+            captured.generators.append(torch.default_generator)
         captured.numbers = list(recorder.numbers)
         captured.segments = segments
         controller = runtime.controller()

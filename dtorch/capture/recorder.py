@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +21,7 @@ from ..engine import protocol
 from ..program.compose import Command
 from ..program.ir import Op, Program, Slot
 from ..sharding.spec import Spec, mesh_id
-from .plain import PLAIN, Node, Tape
+from .plain import PLAIN, UNSEEN, Node, Tape
 
 _READS = {
     protocol.GET: "a value is read",
@@ -85,6 +86,8 @@ class Recorder:
         self.refused: str | None = None
         #: Why the call after this one will not do the same, though it may well be captured.
         self.passing: str | None = None
+        #: Autograd was on for some op.
+        self.with_grad = torch.is_grad_enabled()
         self.section: Any = None
         self.sections: list[Any] = []
         self._programs: dict[int, Program] = {}
@@ -134,6 +137,7 @@ class Recorder:
             elif kind == protocol.DEFAULT_DTYPE:
                 self.refuse("the default dtype is changed")
             return
+        self.with_grad = self.with_grad or torch.is_grad_enabled()
         program = self._programs.get(kind)
         if program is None:
             body = controller.program_bodies[kind - protocol.FIRST_PROGRAM][1]
@@ -181,7 +185,7 @@ class Recorder:
             if self._forward_recorder is not None and self._forward_recorder.tape.is_known(tensor):
                 owner = self._forward_recorder
             else:
-                self.refuse("a plain tensor comes from where dtorch.compile cannot see (numpy memory, a C extension)")
+                self.refuse(UNSEEN)
         controller = self.controller
         with controller.lock:
             program = controller.define(copying(mesh_id(spec.mesh)))
@@ -201,6 +205,8 @@ class Recorder:
         """Call a function that takes no tensor; what it makes may be one of ours."""
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
+        if any(isinstance(value, np.ndarray) for value in (*args, *kwargs.values())):
+            self.refuse("it makes a tensor of a numpy array")
         if self.section is None and is_plain(result):
             draws = not torch.equal(state, torch.get_rng_state())
             self.tape.made(func, args, kwargs, result, draws)
@@ -217,7 +223,7 @@ class Recorder:
         state = torch.get_rng_state()
         result = self.tape.run(func, args, kwargs, lines.here())
         self.items += self.tape.entries[before:]
-        if any(entry.draws for entry in self.tape.entries[before:]):
+        if any(torch.default_generator in entry.generators for entry in self.tape.entries[before:]):
             self.drawn(state)
         return result
 
