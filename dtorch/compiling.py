@@ -39,7 +39,8 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
       ``verify=True`` finds what depends on it.
     - *Run op by op*, with one warning that names the line: a function that reads values or shapes that depend on them; a scheduler inside;
       tensors from, or kept, where this cannot see; ``random="torch"`` with random ops; what is new once a function has been recorded eight
-      times. Calls under ``torch.func``, ``torch.device`` and the like run op by op too.
+      times. Calls under ``torch.func``, ``torch.device``, hooks of saved tensors (as in a checkpoint that is not reentrant) and the like
+      run op by op too.
     - A failure on a worker fails everything that the call makes or writes from there on.
 
     Inside a call that is being recorded, another compiled function is part of it. Threads may share one.

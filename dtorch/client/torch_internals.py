@@ -400,9 +400,10 @@ def is_in_dispatch_mode() -> bool:
 
 
 def is_intercepted(expected: bool) -> bool:
-    """Whether ``torch.func``, a dispatch mode or a function mode (beside one that is ``expected``) stands before our tensors."""
+    """Whether ``torch.func``, a mode (beside a function mode that is ``expected``) or hooks of saved tensors stand before us."""
     return (
         is_in_dispatch_mode()
+        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         or torch._C._len_torch_function_stack() > expected
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

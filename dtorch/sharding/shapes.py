@@ -7,6 +7,7 @@ differently.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,6 +81,22 @@ def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     """
     if op in DATA_DEPENDENT or _has_mask(op, args):
         raise DataDependent(str(op))
+    found = _infer(op, args, kwargs)
+    at = _output_mask(op)
+    if at is None:
+        return found
+    wanted = args[at] if at < len(args) else kwargs["output_mask"]
+    return tuple([out if is_wanted else None for out, is_wanted in zip(found, wanted, strict=True)])
+
+
+@functools.cache
+def _output_mask(op: torch._ops.OpOverload) -> int | None:
+    """The position of the argument by which a backward is told which gradients to make: meta kernels make the others too."""
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names and not op._schema.is_mutable else None
+
+
+def _infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     fast = formula_of(op)
     try:
         if fast is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -43,6 +44,33 @@ def backward_with_a_gradient(x: Any, w: Any) -> Any:
 def backward_with_inputs(x: Any, w: Any) -> Any:
     (x * w).sum().backward(inputs=[x])
     return x.grad, w.grad
+
+
+def gradients_of_some_inputs(x: Any, w: Any) -> Any:
+    """A backward of several gradients makes those that are asked for."""
+    image, weights, bias = x.detach().view(2, 3, 4), w[:3, 0].detach(), w[:3, 1].detach()
+    kernel, points = w.view(2, 3, 4)[:, :, :2].detach(), x.view(1, 4, 3, 2).tanh().detach()
+    calls = (
+        (F.batch_norm, (image, None, None, weights, bias, True)),
+        (F.batch_norm, (image, bias.detach(), weights.detach().square(), weights, bias, False)),
+        (F.instance_norm, (image, None, None, weights, bias)),
+        (F.group_norm, (image, 3, weights, bias)),
+        (F.layer_norm, (image.transpose(1, 2), (3,), weights, bias)),
+        (F.conv1d, (image, kernel)),
+        (F.grid_sample, (image.view(1, 2, 3, 4), points, "bilinear", "zeros", True)),
+    )
+    found = []
+    for function, given in calls:
+        inputs = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
+        for wanted in [c for n in range(1, len(inputs)) for c in combinations(inputs, n)]:
+            leaves = [v.detach().requires_grad_(i in wanted) if i in inputs else v for i, v in enumerate(given)]
+            if function is F.batch_norm and not given[-1]:
+                leaves[1:3] = given[1:3]
+                if not set(wanted) - {1, 2}:
+                    continue
+            function(*leaves).sin().sum().backward()
+            found += [v.grad for v in leaves if isinstance(v, torch.Tensor)]
+    return [f for f in found if f is not None], len(found)
 
 
 def backward_without_grad(x: Any, w: Any) -> Any:

@@ -235,6 +235,12 @@ def test_tracing_is_recognised() -> None:
         torch.compile(lambda x: x + 1, backend="eager")(placed())
 
 
+def test_hooks_of_saved_tensors_are_recognised() -> None:
+    assert not torch_internals.is_intercepted(False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert torch_internals.is_intercepted(False)
+
+
 def test_the_dispatcher_hands_ops_over_whole_under_a_mode() -> None:
     names = []
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import dtorch
 from dtorch import Shard
@@ -136,6 +137,23 @@ def test_arrays_from_outside() -> None:
             close(compiled(placed(X)), X + 1)
         array[:] = 5
         close(compiled(placed(X)), X + 5)
+
+
+def test_in_a_checkpoint() -> None:
+    """Whose hooks of saved tensors count what a call saves, when it is recorded and when it is run again."""
+
+    def trained(place: Any, wrap: Any) -> list[torch.Tensor]:
+        weight = torch.nn.Parameter(place(torch.eye(4) + 1))
+        layer = wrap(lambda x: (x @ weight).sin())
+        found = []
+        for n in range(4):
+            x = place(X + n).requires_grad_()
+            checkpoint(layer, x, use_reentrant=False).sum().backward()
+            found += [x.grad, weight.grad.clone()]
+        return found
+
+    for one, other in zip(trained(placed, dtorch.compile), trained(lambda t: t, lambda f: f), strict=True):
+        close(one, other)
 
 
 class Scaled(torch.nn.Module):
