@@ -105,10 +105,30 @@ class _Node(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.saved_tensors  # noqa: B018 - raises once the graph has been freed
-        return (None, *_run(ctx.state, grads))
+        with torch.no_grad():
+            found = _run(ctx.state, grads)
+        if torch.is_grad_enabled():  # with create_graph: they must not pass for constants
+            name = ctx.state.gradient.name
+            found = [None if grad is None else _Once.apply(name, grad.detach().requires_grad_()) for grad in found]
+        return (None, *found)
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again, and says so where it is."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, grad: Any) -> Any:
+        ctx.name = name
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"the gradient of {ctx.name}, which dtorch.compile captured, cannot be differentiated again: call the function "
+            "without dtorch.compile where create_graph is needed"
+        )
 
 
 def _run(state: _State, grads: Sequence[Any]) -> list[Any]:

@@ -98,3 +98,14 @@ def test_same_as_plain_torch(case: Any) -> None:
     expected = [t.detach().clone() for t in case(lambda t: t.clone(), lambda function: function)]
     found = [t.detach().to_torch().clone() for t in case(placed, dtorch.compile)]
     torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_that_is_differentiated_again() -> None:
+    function = dtorch.compile(lambda x: (x**3).sum())
+    for _ in range(3):
+        x, plain = placed(W).requires_grad_(), W.clone().requires_grad_()
+        (found,) = torch.autograd.grad(function(x), x, create_graph=True)
+        (expected,) = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)
+        torch.testing.assert_close(found.detach().to_torch(), expected.detach())
+        with pytest.raises(RuntimeError, match=r"dtorch\.compile captured, cannot be differentiated again: call"):
+            (function(x) + (found**2).sum()).backward()
