@@ -36,18 +36,25 @@ def replacing_folder(path: str | os.PathLike[str], replaced: Callable[[str], boo
 
     Args:
         replaced: whether a file of this name that ``path`` holds now belongs to what is replaced. All others are kept.
+
+    Raises:
+        ValueError: the working directory is ``path``, or in it: it would be gone.
     """
     target = Path(os.path.realpath(path))
+    if Path.cwd().is_relative_to(target):
+        raise ValueError(
+            f"{target} is the working directory or holds it, and a folder that is written to is replaced; name a folder in it"
+        )
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; a folder is to be written there")
     with _partial(target) as partial:
         partial.mkdir()
         yield partial
+        for written in partial.iterdir():
+            _to_disk(written)
         if target.exists():
             _keep(target, partial, replaced)
-        for folder, _, files in os.walk(partial, topdown=False):
-            for file in files:
-                _to_disk(Path(folder, file))
+        for folder, _, _ in os.walk(partial, topdown=False):
             _to_disk(Path(folder))
         if target.exists():
             _exchange(partial, target)
@@ -93,6 +100,8 @@ def _keep(source: Path, target: Path, replaced: Callable[[str], bool]) -> None:
             os.link(there, here, follow_symlinks=False)
         except OSError:
             shutil.copy2(there, here, follow_symlinks=False)
+            if not os.path.islink(here):
+                _to_disk(Path(here))
 
     for found in source.iterdir():
         here = target / found.name

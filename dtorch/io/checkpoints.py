@@ -135,6 +135,8 @@ def _entries(path: str, wanted: str | None) -> dict[str, Entry]:
     except _library_error() as error:
         looked_for = "" if wanted is None else f"cannot read tensor {wanted!r}: "
         raise ValueError(f"{looked_for}{path}: {damage(path, stamp[1])} ({error})") from error
+    except OSError as error:
+        raise type(error)(f"cannot read {path}: {error}") from error
     return entries
 
 

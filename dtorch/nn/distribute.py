@@ -67,6 +67,10 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"distribute_module(): argument 'mesh' must be a DeviceMesh, not {type(mesh).__name__}")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise TypeError(
+            "distribute_module(): a TorchScript module runs on plain tensors only; place the module that it was made of"
+        )
     plan = {} if plan is None else plan
     held = held_by(module)
     for one in held:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, Placement, PlacementList, is_partial, normalize
+from ..sharding.spec import Spec, intern_mesh
 from .holdings import Held
 
 Where = Sequence[Placement] | Mapping[str, Placement]
@@ -76,6 +77,7 @@ def placements_of(glob: str, where: Where, one: Held, mesh: DeviceMesh) -> Place
         return PlacementList((REPLICATE,) * mesh.ndim)
     try:
         found = normalize(listed, mesh.ndim, one.tensor.ndim)
+        Spec.of(intern_mesh(mesh), found, one.tensor.shape, None, one.tensor.dtype)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{told}: {error}") from None
     if any(is_partial(p) for p in found):

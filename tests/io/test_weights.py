@@ -229,8 +229,10 @@ def test_a_folder_is_replaced_at_once(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "sub").mkdir()
     (folder / "sub" / "more.txt").write_text("more")
+    (folder / "nowhere").symlink_to("nothing")
+    os.mkfifo(folder / "pipe")  # opening it would wait for a writer
     save({"only": torch.zeros(3)}, folder)
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "sub"]
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "nowhere", "pipe", "sub"]
     assert (folder / "sub" / "more.txt").read_text() == "more"
     assert os.listdir(tmp_path) == ["ckpt"]
 
@@ -392,6 +394,25 @@ def test_not_strict(tmp_path: Path) -> None:
     wrong_shape(tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match="has shape"):
         load(there, tmp_path / "x.safetensors", strict=False)
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "here"])
+def test_the_working_directory_is_not_replaced(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    there = tmp_path / "here" if path == "here" else path
+    with pytest.raises(ValueError, match="is the working directory or holds it.*name a folder in it"):
+        save({"x": torch.ones(3)}, there)
+    with pytest.raises(ValueError, match="is the working directory or holds it"):
+        dtorch.io.save_state(there, x=1)
+    save({"x": torch.ones(3)}, "below")
+    assert os.listdir() == ["below"]
+
+
+def test_a_folder_of_a_files_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"cannot read .*model\.safetensors"):
+        load(linear(), tmp_path, progress=False)
 
 
 def test_bad_indices(tmp_path: Path) -> None:

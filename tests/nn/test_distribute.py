@@ -12,6 +12,7 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard, distribute_module, nn
+from dtorch.placement import PackedShard
 
 from .training import MESHES, assert_same, placed, plain, step
 
@@ -307,6 +308,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: distribute_module(mlp(), TP, {"0.weight": ["S(0)"]}),
         TypeError,
         "plan.*Shard, Replicate or Partial",
+    ),
+    "packed parts that do not divide": (
+        lambda: distribute_module(mlp(), TP, {"0.bias": [Shard(0)], "2.weight": [PackedShard(0, 4)]}),
+        ValueError,
+        r"plan\['2\.weight'\] for '2\.weight'.*cannot be split into 4 parts over 2 devices evenly",
+    ),
+    "TorchScript": (
+        lambda: distribute_module(torch.jit.script(torch.nn.Linear(2, 2)), TP, {}),
+        TypeError,
+        "a TorchScript module runs on plain tensors only",
     ),
     "pending": (
         lambda: distribute_module(mlp(), TP, {"0.weight": [dtorch.Partial()]}),
