@@ -401,7 +401,7 @@ def test_the_working_directory_is_not_replaced(path: str, tmp_path: Path, monkey
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     there = tmp_path / "here" if path == "here" else path
-    with pytest.raises(ValueError, match="is the working directory or holds it.*name a folder in it"):
+    with pytest.raises(ValueError, match=r"is the working directory or holds it.*name a folder in it"):
         save({"x": torch.ones(3)}, there)
     with pytest.raises(ValueError, match="is the working directory or holds it"):
         dtorch.io.save_state(there, x=1)
