@@ -35,6 +35,7 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
       numbers, which go on as they would; work on plain tensors, done again where it depends on an argument.
     - *Gradients*: with grad mode on, results carry one autograd node, whose backward is a program too. It is made for all results, and
       for the scalars alone; it cannot be differentiated again. The backward runs once more while recording.
+    - *One all-reduce* completes the small sums of a program that nothing is waiting for, as the gradients of data-parallel training are.
     - *Baked in*: Python state, but for arguments: what is in lists, which modules there are, a None that becomes a tensor, numpy arrays.
       ``verify=True`` finds what depends on it.
     - *Run op by op*, with one warning that names the line: a function that reads values or shapes that depend on them; a scheduler inside;

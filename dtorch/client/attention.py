@@ -18,7 +18,8 @@ from ..errors import MeshMismatch
 from ..sharding import attention as planning
 from ..sharding import roles
 from ..sharding.attention import Attention, AttentionPlan
-from ..sharding.plan import common_mesh, stride_order
+from ..sharding.layout import stride_order
+from ..sharding.plan import common_mesh
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import attention_composed, host, issuing, lines, random_ops, runtime, torch_internals

@@ -12,7 +12,7 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, along, boxed, is_packed, is_split
-from ..sharding.plan import stride_order
+from ..sharding.layout import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
 from . import leaves, torch_internals, watch

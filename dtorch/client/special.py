@@ -9,7 +9,7 @@ import torch
 
 from ..errors import DeviceUnavailable
 from ..sharding import checks
-from ..sharding.plan import stride_order
+from ..sharding.layout import stride_order
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import attention, host, packed, packed_shards, products, random_ops, redistribute, torch_internals

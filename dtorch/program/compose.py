@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from .buckets import Buckets
 from .effects import effects
 from .ir import Instruction, Layout, LocalShape, Operand, Program, ShiftDone, ShiftStart, Slot, outs_of, slots_of
 
@@ -86,6 +87,7 @@ class _Composer:
             self.inline(command)
         outputs = [self.slots[value] for value in self.outputs]
         body, origins = _needed(self.body, self.origins, len(self.inputs), outputs)
+        body, origins = Buckets(self.count, self.constant, self.value).arrange(body, origins)
         program = Program(
             self.name,
             self.commands[0].program.mesh,
@@ -124,6 +126,11 @@ class _Composer:
             self.origins.append(command)
         for value, slot in zip(command.outputs, program.outputs, strict=True):
             self.slots[value] = slots[slot]
+
+    def value(self, operand: Operand) -> Any:
+        """What an operand is in every run; None if each run says."""
+        index = operand.index - len(self.numbers)
+        return None if index < 0 else self.constants[index]
 
     def constant(self, value: Any) -> Operand:
         """A constant of the program; equal ones are kept once."""

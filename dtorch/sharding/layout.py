@@ -64,3 +64,13 @@ def _without(
     """Mesh shape and coordinate along the axes that split no packed dim."""
     kept = [axis for axis, placement in enumerate(placements) if not is_packed(placement)]
     return [mesh_shape[axis] for axis in kept], [coordinate[axis] for axis in kept]
+
+
+def stride_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dims from the largest stride to the smallest; ties keep their order, and an expanded dim stands before the one that follows."""
+    if 0 in stride:
+        steps = list(stride)
+        for dim in range(len(steps) - 2, -1, -1):
+            steps[dim] = steps[dim] or steps[dim + 1]
+        stride = steps
+    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))

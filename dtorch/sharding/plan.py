@@ -20,6 +20,7 @@ from ..program.ir import Arg, Const, Instruction, Layout, Local, LocalShape, Op,
 from ..raw import dtype_name
 from . import checks, packing, shapes
 from .choose import Decision, Weighed, choose
+from .layout import stride_order
 from .schema import OpInfo
 from .spec import Spec, mesh_id
 from .strategy import Call, TensorArg
@@ -170,11 +171,6 @@ class Builder:
     def program(self, name: str, outputs: list[int]) -> Program:
         operands = self.numbers + len(self.operands)
         return Program(name, mesh_id(self.mesh), self.inputs, operands, self.body, outputs)
-
-
-def stride_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """The dims from the largest stride to the smallest; ties keep their order."""
-    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
 
 
 def order_or_none(spec: Spec) -> list[int] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..sharding.layout import stride_order
 from ..sharding.rules.losses import POINTWISE_LOSS_BACKWARDS, POINTWISE_LOSSES
 from .registry import Here, device_function
 
@@ -162,7 +163,7 @@ def embedding(here: Here, weight: Tensor, indices: Tensor, *args: Any) -> Tensor
 def new_empty_strided(here: Here, x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Tensor:
     """The part of such a tensor, packed, its dims in the same order in memory."""
     shape = here.output_shape()
-    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    order = stride_order(shape, stride)
     inverse = [order.index(d) for d in range(len(shape))]
     return aten.new_empty.default(x, [shape[d] for d in order], **kwargs).permute(inverse)
 
