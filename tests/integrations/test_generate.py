@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 MESH = DeviceMesh("cpu", [0, 1], ("tp",))
 MODELS = {
     "Llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED | SPECIAL, "auto"),
+    "one key head": ("LlamaConfig", "LlamaForCausalLM", {**GROUPED, **SPECIAL, "num_key_value_heads": 1}, "auto"),
     "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED | SPECIAL, "auto"),
     "Mistral": ("MistralConfig", "MistralForCausalLM", GROUPED | SPECIAL | {"sliding_window": 6}, "auto"),
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", GROUPED | SPECIAL | {"num_local_experts": 4}, "auto"),
@@ -33,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "static sampling": {"cache_implementation": "static", "do_sample": True, "top_k": 10},
     "static beams": {"cache_implementation": "static", "num_beams": 2},
     "no cache": {"use_cache": False},
+    "prefilled in chunks": {"prefill_chunk_size": 3},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "assisted": {"assistant_model": True},
 }
@@ -61,6 +63,7 @@ def both(name: str, **options: Any) -> tuple[Any, Any]:
 
 
 CASES = [(name, way) for name in ("Llama", "Mistral", "GPT2") for way in WAYS]
+CASES += [("one key head", way) for way in ("greedy", "beams", "static cache", "prefilled in chunks")]
 CASES += [("Mixtral", way) for way in ("greedy", "beams", "static cache")]
 
 
