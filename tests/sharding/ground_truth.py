@@ -12,8 +12,9 @@ import torch
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import REPLICATE, Placement, is_packed, is_partial, is_shard
 from dtorch.sharding import packing
-from dtorch.sharding.choose import _aliased_outputs, legal
+from dtorch.sharding.choose import _aliased_outputs
 from dtorch.sharding.layout import local_box, local_shape
+from dtorch.sharding.problem import legal
 from dtorch.sharding.rules import rule_for
 from dtorch.sharding.spec import Spec
 from dtorch.sharding.strategy import Call, Group, Strategy, TensorArg
