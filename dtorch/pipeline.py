@@ -276,8 +276,8 @@ def run(
         The losses, detached, one per micro-batch.
 
     Raises:
-        TypeError, ValueError: no stages, a stage without layers, another number of targets than of inputs, a step that the stages do
-            not have.
+        TypeError, ValueError: no stages, a stage without layers, another number of targets than of inputs, a tensor in place of a list
+            of them, a step that the stages do not have, a micro-batch that no step runs.
         MeshMismatch: a tensor on the mesh of another stage.
 
     Example::
@@ -324,12 +324,20 @@ def run(
             grads[at] = stage_backward(made.pop(at), arrived.pop(at), x if stage else None)
         else:
             arrived[stage - 1, i] = send_backward(grads.pop(at), made[stage - 1, i])  # type: ignore[arg-type]
+    left = [i for i, loss in enumerate(losses) if loss is None]
+    if left:
+        raise ValueError(f"run(): the steps leave out micro-batches {left} of {len(inputs)}")
     return losses
 
 
 def _check_run(stages: list[torch.nn.Module], inputs: Sequence[torch.Tensor], targets: Sequence[Any]) -> None:
     if not stages:
         raise ValueError("run(): there are no stages")
+    for what, given in (("inputs", inputs), ("targets", targets)):
+        if isinstance(given, torch.Tensor):
+            raise TypeError(
+                f"run(): {what} must be a list with one tensor per micro-batch; split the tensor: x.chunk(4)"
+            )
     if len(inputs) != len(targets):
         raise ValueError(f"run(): {len(inputs)} inputs and {len(targets)} targets; give one of each per micro-batch")
     meshes = []

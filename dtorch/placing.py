@@ -57,10 +57,23 @@ def place(plain: torch.Tensor, where: Where | None, requires_grad: bool) -> Tens
     return tensor.requires_grad_(True) if requires_grad else tensor
 
 
+class _Placed(torch.autograd.Function):
+    """`place` of what a plain graph made. Its backward waits for the gradient's values."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: torch.Tensor, where: Where | None) -> Tensor:
+        return place(plain.detach().clone() if where is None else plain.detach(), where, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to_torch(), None
+
+
 def from_torch(
     data: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """A dtorch tensor with the values of a plain one, copied; ``requires_grad`` is kept.
+    """A dtorch tensor with the values of a plain one, copied: of a leaf a leaf, with its ``requires_grad``; else differentiable.
 
     Args:
         data: a dense plain tensor.
@@ -81,6 +94,8 @@ def from_torch(
         return data if device_mesh is None and placements is None else data.redistribute(device_mesh, placements)
     host.check_dense(data)
     where = where_to("from_torch", data.ndim, None, device_mesh, placements)
+    if data.grad_fn is not None and torch.is_grad_enabled():
+        return _Placed.apply(data, where)
     if where is None:
         return place(data.detach().clone(), None, data.requires_grad)
     return place(data, where, data.requires_grad)

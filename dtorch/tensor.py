@@ -253,7 +253,7 @@ class Tensor(torch.Tensor):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def to_torch(self) -> torch.Tensor:
-        """The whole tensor as a plain CPU ``torch.Tensor`` of its own memory; waits for it.
+        """The whole tensor as a plain CPU ``torch.Tensor`` of its own memory, detached: no gradient comes back. Waits for it.
 
         Raises:
             RemoteError: an op that the value depends on failed.

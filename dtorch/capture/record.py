@@ -134,6 +134,9 @@ class Recording:
         recorder.tape.settle()
         if any(t.grad_fn is not graph for t, graph in zip(self.outer, self.graphs, strict=True)):
             recorder.refuse("it writes in place, with autograd, to a tensor from outside")
+        used = [put.node for put in recorder.puts.values()] + [n for e in recorder.tape.entries for n in e.inputs]
+        if recorder.with_grad and any(node.tensor.requires_grad for node in used):
+            recorder.refuse("a plain tensor requires gradients: place it with dtorch.from_torch")
         for section in recorder.sections:
             if settings_of(section.optimizer) != section.settings:
                 recorder.refuse("it changes the settings of an optimizer: let a scheduler step outside")

@@ -95,7 +95,8 @@ def cheapest(
 ) -> Roles:
     """``roles``, or the ones by which keys and values stay where they are and the queries come to them: what brings a device fewer bytes.
 
-    Few queries before many keys are a decoder with a split cache. Where somebody ``insisted`` on Ulysses it stays that.
+    Few queries before many keys are a decoder with a split cache: all of them are no more than a device's share of the keys, so that no
+    device comes to hold a whole sequence of many. Where somebody ``insisted`` on Ulysses it stays that.
     """
     mesh = query.mesh
     sequence = [
@@ -108,6 +109,9 @@ def cheapest(
         and insisted.get(axis) != "ulysses"
     ]
     if not sequence or set(roles.ring) - set(sequence):
+        return roles
+    devices = math.prod(mesh.shape[axis] for axis in sequence)
+    if query.shape[1] * query.shape[2] * devices > key.shape[1] * key.shape[2]:
         return roles
     heads = tuple(axis for axis in roles.heads if axis not in sequence)
     stay = Roles(roles.batch, heads, (), tuple(sequence))

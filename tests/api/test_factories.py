@@ -255,3 +255,20 @@ def test_numpy_scalars_are_numbers(number: Any, mesh: dtorch.DeviceMesh) -> None
     assert made.dtype == expected.dtype
     assert torch.equal(made.to_torch(), expected)
     assert torch.equal((made * number).to_torch(), expected * number)
+
+
+@pytest.mark.parametrize("name", ["from_torch", "distribute_tensor"])
+def test_what_a_plain_graph_made_is_placed_with_its_graph(name: str) -> None:
+    """A leaf is copied as a leaf."""
+    mesh = dtorch.DeviceMesh("cpu", [0, 1])
+    encoder, x, weight = torch.nn.Linear(3, 4), torch.randn(5, 3), torch.randn(4, 2)
+    expected = torch.autograd.grad((encoder(x) @ weight).sin().sum(), list(encoder.parameters()))
+    for where in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()]):
+        hidden = getattr(dtorch, name)(encoder(x), mesh, where)
+        assert hidden.requires_grad
+        assert not hidden.is_leaf
+        found = torch.autograd.grad((hidden @ dtorch.from_torch(weight, mesh)).sin().sum(), list(encoder.parameters()))
+        torch.testing.assert_close(found, expected)
+    leaf = getattr(dtorch, name)(encoder.weight, mesh, [Shard(0)])
+    assert leaf.is_leaf
+    assert leaf.requires_grad

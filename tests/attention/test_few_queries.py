@@ -82,6 +82,20 @@ def test_many_queries_stay() -> None:
     assert "shift" in {one.kind for one in r.communication}
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_as_many_queries_as_keys_go_round_both_ways(kv_heads: int) -> None:
+    """No device gets the whole of a sequence, queries and their gradients included."""
+    mesh = dtorch.init_device_mesh("cpu", 4, ("ring_cp",))
+    given = [
+        dtorch.distribute_tensor(torch.randn(1, heads, 64, 8), mesh, [SEQUENCE]).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    with dtorch.record() as r:
+        out = sdpa(*given, enable_gqa=True)
+        torch.autograd.grad(out, given, torch.ones_like(out))
+    assert {one.kind for one in r.communication} == {"shift"}
+
+
 def test_where_somebody_insists_on_ulysses_it_is_that() -> None:
     mesh = dtorch.init_device_mesh("cpu", 2, ("x",))
     with nn.SdpaOption(ulysses_cp_dim="x"), dtorch.record() as r:

@@ -109,3 +109,28 @@ def test_a_gradient_that_is_differentiated_again() -> None:
         torch.testing.assert_close(found.detach().to_torch(), expected.detach())
         with pytest.raises(RuntimeError, match=r"dtorch\.compile captured, cannot be differentiated again: call"):
             (function(x) + (found**2).sum()).backward()
+
+
+def test_plain_leaves_get_their_gradients() -> None:
+    """As arguments, in a closure, and in a plain module: such calls run op by op, for a program knows of no gradient of theirs."""
+    weight, module = W.clone().requires_grad_(), torch.nn.Linear(4, 2)
+    cases = (
+        (lambda x, w: (x @ w).sin().sum(), (weight,), [weight]),
+        (lambda x: (x @ (weight * 2)).sin().sum(), (), [weight]),
+        (lambda x: module(x).sin().sum(), (), list(module.parameters())),
+    )
+    for function, others, leaves in cases:
+        compiled = dtorch.compile(function)
+        for call in range(3):
+            found = []
+            for run, x in ((function, W.clone()), (compiled, placed(W))):
+                for leaf in leaves:
+                    leaf.grad = None
+                if run is compiled and not call:
+                    with pytest.warns(UserWarning, match="a plain tensor requires gradients: place it with"):
+                        run(x, *others).backward()
+                else:
+                    run(x, *others).backward()
+                found.append([leaf.grad for leaf in leaves])
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(other.to_torch(), one)
