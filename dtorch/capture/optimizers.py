@@ -23,7 +23,7 @@ from .plain import PLAIN, Mismatch
 KNOWN = frozenset(
     {
         torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop,
+        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
     }
 )  # fmt: skip
 
