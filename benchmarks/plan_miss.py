@@ -2,7 +2,7 @@
 
 The bound of 200 us is one for a machine whose plain ``x + x`` takes 1.2 us. Machines differ by a factor of three, so
 the bound is on the ratio to an ``x + x`` timed at the same moment: 167. Times are those of the calling thread's processor: the workers run
-what an op moves on the same two cores, and what they take there is not the client's.
+what an op moves on the same two cores, and what they take there is not the client's. Waiting, of which an op does none, would not show.
 """
 
 from __future__ import annotations

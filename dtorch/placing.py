@@ -73,7 +73,7 @@ class _Placed(torch.autograd.Function):
 def from_torch(
     data: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """A dtorch tensor with the values of a plain one, copied: of a leaf a leaf, with its ``requires_grad``; else differentiable.
+    """A dtorch tensor with the values of a plain one, copied: a leaf with its ``requires_grad``, or, with grad mode on, part of its graph.
 
     Args:
         data: a dense plain tensor.

@@ -238,7 +238,7 @@ class Captured:
         return result
 
     def _prepare(self, call: Call) -> None:
-        """The client's own part: random keys, plain work, optimizers' numbers. On a `Mismatch` all is as if it had not begun."""
+        """The client's own part: random keys, plain work, optimizers' numbers. A `Mismatch` undoes what they wrote and drew."""
         for generator in self.generators:
             call.undo.append((generator.set_state, generator.get_state()))
         try:
@@ -253,7 +253,7 @@ class Captured:
                     item.run(call)
         except Mismatch:
             with torch.no_grad():
-                for restore, state in call.undo:
+                for restore, state in reversed(call.undo):
                     restore(state)
             raise
 

@@ -499,7 +499,10 @@ class Recording:
         captured.starts = tape.starts(self.needed)
         entries = [item for item in captured.items if type(item) is Entry]
         written = {storage for entry in entries for storage in entry.written}
-        captured.rewritten = [n for n in captured.starts if n.read is not None and n.storage in written]
+        # An expanded view cannot be written, but what it is a view of can.
+        captured.rewritten = [
+            n for n in captured.starts if n.read is not None and n.storage in written and is_written_as_it_is(n.tensor)
+        ]
         captured.generators = list({g: None for entry in entries for g in entry.generators})
         if any(type(item) is Key for item in captured.items) and torch.default_generator not in captured.generators:
             captured.generators.append(torch.default_generator)
@@ -544,6 +547,11 @@ class Recording:
             controller.drain()
         finally:
             del watch.recorders[-1]
+
+
+def is_written_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether each element has a place of its own, as far as strides of 0 tell."""
+    return all(step or size < 2 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _memory(handle: Any) -> Any:

@@ -205,7 +205,7 @@ class Recorder:
         """Call a function that takes no tensor; what it makes may be one of ours."""
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
-        if any(isinstance(value, np.ndarray) for value in (*args, *kwargs.values())):
+        if has_array([*args, *kwargs.values()]):
             self.refuse("it makes a tensor of a numpy array")
         if self.section is None and is_plain(result):
             draws = not torch.equal(state, torch.get_rng_state())
@@ -258,6 +258,11 @@ class _Functions(TorchFunctionMode):
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor with memory of its own: none of ours, nor one that ``torch.func`` has wrapped."""
     return type(value) in PLAIN and torch_internals.innermost(value) is value
+
+
+def has_array(value: Any) -> bool:
+    """Whether there is a numpy array in nested lists."""
+    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(has_array, value)))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ def replacing_folder(path: str | os.PathLike[str], replaced: Callable[[str], boo
         ValueError: the working directory is ``path``, or in it: it would be gone.
     """
     target = Path(os.path.realpath(path))
-    if Path.cwd().is_relative_to(target):
+    if _working_directory().is_relative_to(target):
         raise ValueError(
             f"{target} is the working directory or holds it, and a folder that is written to is replaced; name a folder in it"
         )
@@ -124,6 +124,14 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(old, aside)
     os.rename(new, old)
     _remove(aside)
+
+
+def _working_directory() -> Path:
+    """An empty path if it is gone."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path()
 
 
 def _to_disk(path: Path) -> None:

@@ -174,7 +174,7 @@ class Builder:
 
 
 def order_or_none(spec: Spec) -> list[int] | None:
-    """The stride order of a tensor that is not contiguous."""
+    """The stride order of a tensor; None, and only then surely, where it is that of a contiguous one."""
     stride = spec.stride
     return None if all(map(operator.ge, stride, stride[1:])) else stride_order(spec.shape, stride)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from dtorch.sharding.plan import decide, describe, plan_op, write_plan
 from dtorch.sharding.rules import rule_for
 from dtorch.sharding.schema import OpInfo
 from dtorch.sharding.spec import Spec
-from dtorch.sharding.strategy import Call
+from dtorch.sharding.strategy import Call, TensorArg
 
 from .ground_truth import Sample, call_of, run_whole, strategies_of, tree
 from .test_rules import captured, written
@@ -119,7 +120,14 @@ def scaled(call: Call, specs: list[Spec], factors: Iterable[int]) -> Iterator[tu
 
         outputs = tuple(None if o is None else dataclasses.replace(o, shape=grow(o.shape)) for o in call.outputs)
         inputs = tuple(dataclasses.replace(i, shape=grow(i.shape)) for i in call.inputs)
-        larger = dataclasses.replace(call, inputs=inputs, outputs=outputs)
+
+        def grown(value: Any, inputs: Sequence[TensorArg] = inputs) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(grown, value))
+            return inputs[value.index] if isinstance(value, TensorArg) else value
+
+        kwargs = {name: grown(value) for name, value in call.kwargs.items()}
+        larger = Call(call.op, grown(call.args), kwargs, inputs, outputs)
         yield larger, [Spec.of(s.mesh, s.placements, grow(s.shape), s.stride, s.dtype) for s in specs]
 
 
