@@ -183,13 +183,15 @@ def test_the_client_runs_ahead_by_bounded_bytes(mesh: dtorch.DeviceMesh, what: s
         counts.append(made)
         return finished or (len(counts) > 10 and len(set(counts[-10:])) == 1)
 
-    assert until(halted, step=0.1)
-    assert not finished
-    assert made < (16 << 30 if what == "results" else 4 << 30)
-    assert resident(os.getpid()) < before + (5 << 29)
-    os.kill(pid, signal.SIGCONT)
-    made = 32 << 30
-    thread.join()
+    try:
+        assert until(halted, step=0.1)
+        assert not finished
+        assert made < (16 << 30 if what == "results" else 4 << 30)
+        assert resident(os.getpid()) < before + (5 << 29)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        made = 32 << 30
+        thread.join()
     assert dtorch.ones(4, device_mesh=mesh).sum().item() == 4
 
 
