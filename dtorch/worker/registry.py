@@ -71,9 +71,9 @@ class Here:
         placements, shape = self.inputs[index]
         return local_box(placements, self.mesh.shape, self.coordinate, shape)
 
-    def input_range(self, dim: int, index: int = 0) -> tuple[int, int]:
-        """This device's range of one dim of input layout ``index``, whatever packs others; the dim itself must not be packed."""
-        placements, shape = self.inputs[index]
+    def input_range(self, dim: int) -> tuple[int, int]:
+        """This device's range of one dim of the first input layout, whatever packs others; the dim itself must not be packed."""
+        placements, shape = self.inputs[0]
         others_whole = [REPLICATE if is_packed(p) and p.dim != dim else p for p in placements]  # type: ignore[attr-defined]
         return local_box(others_whole, self.mesh.shape, self.coordinate, shape)[dim]
 
