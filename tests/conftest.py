@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,12 @@ import pytest
 import dtorch
 
 ENGINES = ("simulate", "processes")
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts in the background with SIGINT ignored, and tests of Ctrl-C would wait for ever."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=ENGINES, scope="module")
