@@ -53,8 +53,21 @@ def device_named(name: str, device: Any) -> tuple[str, int | None]:
 def place(plain: torch.Tensor, where: Where | None, requires_grad: bool) -> Tensor:
     """A plain tensor as a new dtorch tensor, there."""
     host.check_dense(plain)
-    tensor = host.make(plain) if where is None else host.from_plain(plain, *where)
+    plain = _constant(plain)
+    with torch_internals.without_func():
+        tensor = host.make(plain) if where is None else host.from_plain(plain, *where)
     return tensor.requires_grad_(True) if requires_grad else tensor
+
+
+def _constant(plain: torch.Tensor) -> torch.Tensor:
+    """``plain`` outside of ``torch.func``, or an error where a derivative or a dim of it would be lost."""
+    found = torch_internals.constant(plain)
+    if found is None:
+        raise TypeError(
+            "dtorch: a plain tensor that torch.func maps or differentiates, or with a tangent, cannot be placed; place it before, "
+            "outside of the function"
+        )
+    return found
 
 
 class _Placed(torch.autograd.Function):
@@ -81,7 +94,8 @@ def from_torch(
         placements: one per mesh axis; replicated if only a mesh is given. Under ``Partial()`` the first device holds the values.
 
     Raises:
-        TypeError, ValueError: not a tensor; sparse, nested, quantised or on the meta device; placements that do not fit.
+        TypeError, ValueError: not a tensor; sparse, nested, quantised or on the meta device; placements that do not fit; what
+            ``torch.func`` maps or differentiates.
 
     Example::
 
@@ -93,6 +107,7 @@ def from_torch(
     if isinstance(data, Tensor):
         return data if device_mesh is None and placements is None else data.redistribute(device_mesh, placements)
     host.check_dense(data)
+    data = _constant(data)
     where = where_to("from_torch", data.ndim, None, device_mesh, placements)
     if data.grad_fn is not None and torch.is_grad_enabled():
         return _Placed.apply(data, where)

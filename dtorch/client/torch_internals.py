@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._device import _device_constructors
 
 from ..errors import DTorchError
@@ -310,6 +311,21 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def constant(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor inside the wrappers of ``torch.func``, if nothing maps it over a dim, or differentiates it but a graph; else None."""
+    while forward_ad.unpack_dual(tensor).tangent is None:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return tensor
+        if torch._C._functorch.is_batchedtensor(tensor) or tensor.requires_grad:
+            return None
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return None
+
+
+#: A context in which the transforms of ``torch.func`` are passed over: what it makes is not wrapped.
+without_func = torch._C._DisableFuncTorch
 
 
 def _refuse_storages() -> None:
