@@ -20,6 +20,7 @@ from .measure import Row
 
 NAMES = (
     "first_print",
+    "two_layers",
     "eager_add",
     "receivers",
     "scaling",
