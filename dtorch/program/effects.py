@@ -8,10 +8,30 @@ from typing import Any
 
 import torch
 
-from .ir import Communication, Instruction, Local, Program, Slot, outs_of, slots_of
+from .ir import Communication, Instruction, Local, Op, Program, Slot, outs_of, slots_of
+
+aten = torch.ops.aten
 
 Writes = Mapping[str, tuple[int, ...]]
 """For device functions, the positions of the arguments that they write. One that is not there and has no results may write them all."""
+
+_STATISTICS = ("running_mean", "running_var")
+#: Ops that write inputs without their schema saying so: the names of those inputs, and the flag that switches it on.
+HIDDEN_WRITES: dict[Any, tuple[tuple[str, ...], str]] = {
+    aten.batch_norm.default: (_STATISTICS, "training"),
+    aten._batch_norm_impl_index.default: (_STATISTICS, "training"),
+    aten.instance_norm.default: (_STATISTICS, "use_input_stats"),
+    aten.native_batch_norm.default: (_STATISTICS, "training"),
+    aten.cudnn_batch_norm.default: (_STATISTICS, "training"),
+    aten.miopen_batch_norm.default: (_STATISTICS, "training"),
+}
+
+#: Ops whose results share memory with an input without their schema saying so: the name of that input.
+HIDDEN_VIEWS: dict[Any, str] = {
+    aten._unsafe_view.default: "self",
+    aten.unsafe_split.Tensor: "self",
+    aten.unsafe_split_with_sizes.default: "self",
+}
 
 
 def effects(instruction: Instruction, local_writes: Writes) -> tuple[list[int], list[int]]:
@@ -24,23 +44,18 @@ def effects(instruction: Instruction, local_writes: Writes) -> tuple[list[int], 
         if positions is None:
             return ([] if instruction.outs else used), used
         return [slot for position in positions for slot in _slots(instruction.args[position])], used
-    schema = schema_of(instruction.name)
-    if schema is None:
+    op = op_called(instruction.name)
+    if op is None:
         return [], []  # an op that does not exist here writes nothing
-    returned = set().union(*(r.alias_info.before_set for r in schema.returns if r.alias_info is not None))
-    writes, viewed = [], []
-    for position, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is None:
-            continue
-        given = (
-            instruction.args[position] if position < len(instruction.args) else instruction.kwargs.get(argument.name)
-        )
-        if info.is_write:
-            writes += _slots(given)
-        if returned & info.before_set:
-            viewed += _slots(given)
-    return writes, viewed
+    written, viewed = _arguments(op)
+    if op in HIDDEN_WRITES:
+        names, flag = HIDDEN_WRITES[op]
+        if _given(instruction, *_place(op, flag)) is not False:
+            written = tuple(_place(op, name) for name in names)
+    return (
+        [slot for place in written for slot in _slots(_given(instruction, *place))],
+        [slot for place in viewed for slot in _slots(_given(instruction, *place))],
+    )
 
 
 def written_inputs(program: Program, start: int = 0, local_writes: Writes = {}) -> set[int]:  # noqa: B006 - read only
@@ -58,15 +73,52 @@ def written_inputs(program: Program, start: int = 0, local_writes: Writes = {}) 
 
 
 @functools.lru_cache(maxsize=4096)
-def schema_of(name: str) -> Any:
-    """The schema of the op that a program calls ``name``; None if there is no such op."""
+def op_called(name: str) -> Any:
+    """The op that a program calls ``name``; None if there is no such op."""
     found: Any = torch.ops
     try:
         for part in name.split("."):
             found = getattr(found, part)
-        return found._schema
     except AttributeError:
         return None
+    return found
+
+
+_Place = tuple[int, str]
+"""An argument of an op: its position and its name."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _arguments(op: Any) -> tuple[tuple[_Place, ...], tuple[_Place, ...]]:
+    """The arguments that an op writes, and those that its results may be views of."""
+    schema = op._schema
+    places = [(position, argument.name) for position, argument in enumerate(schema.arguments)]
+    aliases = [argument.alias_info for argument in schema.arguments]
+    written = [place for place, info in zip(places, aliases, strict=True) if info is not None and info.is_write]
+    returned = set().union(*(r.alias_info.before_set for r in schema.returns if r.alias_info is not None))
+    # A list of views has no name for what it is of; what it is of says "*".
+    viewed = [
+        place
+        for place, info in zip(places, aliases, strict=True)
+        if info is not None and (returned & info.before_set or "*" in info.after_set)
+    ]
+    if op in HIDDEN_VIEWS:
+        viewed.append(_place(op, HIDDEN_VIEWS[op]))
+    elif op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) and not any(aliases):
+        viewed = (
+            places  # made of other ops, of which nobody says what they share: dropout, atleast_1d, broadcast_tensors
+        )
+    return tuple(written), tuple(viewed)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(op: Any, name: str) -> _Place:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index(name), name
+
+
+def _given(call: Op, position: int, name: str) -> Any:
+    return call.args[position] if position < len(call.args) else call.kwargs.get(name)
 
 
 def _slots(arg: Any) -> list[int]:

@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
+from ..program.effects import HIDDEN_VIEWS, HIDDEN_WRITES
 from .rules import STATIC_NUMBERS, rule_for
 from .strategy import TensorArg
 
 aten = torch.ops.aten
-
-#: Ops that write inputs without their schema saying so: the names of those inputs, and the flag that switches it on.
-HIDDEN_WRITES: dict[Any, tuple[tuple[str, ...], str]] = {
-    aten.native_batch_norm.default: (("running_mean", "running_var"), "training"),
-    aten.cudnn_batch_norm.default: (("running_mean", "running_var"), "training"),
-    aten.miopen_batch_norm.default: (("running_mean", "running_var"), "training"),
-}
-
-#: Ops whose result shares memory with an input without their schema saying so: the name of that input.
-HIDDEN_VIEWS: dict[Any, str] = {aten._unsafe_view.default: "self"}
 
 #: Views that are lazy in torch (a flag on the tensor): what makes their values at once. Kept lazy on the workers, the flag would be
 #: unknown to the handle, and ops that refuse flagged tensors would fail there.
