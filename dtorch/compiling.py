@@ -36,8 +36,8 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
     - *Gradients*: with grad mode on, results carry one autograd node, whose backward is a program too. It is made for all results, and
       for the scalars alone; it cannot be differentiated again. The backward runs once more while recording.
     - *One all-reduce* completes the small sums of a program that nothing is waiting for, as the gradients of data-parallel training are.
-    - *Baked in*: Python state, but for arguments: what is in lists, which modules there are, a None that becomes a tensor.
-      ``verify=True`` finds what depends on it.
+    - *Baked in*: Python state, but for arguments and for which children, parameters and buffers modules have: what is in lists, a None
+      elsewhere that becomes a tensor. ``verify=True`` finds what depends on it.
     - *Run op by op*, with one warning that names the line: a function that reads values or shapes that depend on them; a scheduler inside;
       tensors from, or kept, where this cannot see; plain tensors that require gradients; tensors of numpy arrays; lists and dicts that
       it is given and changes; ``random="torch"`` with random ops; what is new once a function has been recorded eight

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from ..client import aliasing, dispatch, lines, runtime, special
+from ..client import aliasing, dispatch, handles, lines, runtime, special, torch_internals
 from ..client.controller import AHEAD, Controller
 from ..client.interrupts import critical
 from ..client.values import Root, Value, next_value_id
 from ..program.compose import Segment
 from ..program.text import lines_of
 from ..sharding.spec import Spec
-from ..tensor import Tensor
 from . import plain
+from .guards import Guards
 from .outside import Edge
 from .plain import Mismatch
 from .results import Maker
@@ -28,11 +27,6 @@ _value_of = operator.attrgetter("_value")
 _id_of = operator.attrgetter("_value.id")
 _spec_of = operator.attrgetter("_spec")
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
-
-#: What stands for a place that held no tensor and nothing that holds one: None, a number, or nothing at all.
-NOTHING: Any = object()
-#: What stands for a place that held a tensor which was not used.
-ANY_TENSOR: Any = object()
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,23 +44,20 @@ class Output:
 
 @dataclasses.dataclass(slots=True)
 class Binding:
-    """After the call, output ``output`` (none: None) is at ``edge``, which is guard ``guard``."""
+    """After the call, output ``output`` (none: None) is at ``edge``."""
 
     edge: Edge
     output: int | None
-    guard: int
 
 
 class Call:
     """One run of a captured program, while it is put together."""
 
-    __slots__ = ("captured", "tensors", "found", "numbers", "values", "env", "handles", "returned", "undo")
+    __slots__ = ("captured", "tensors", "numbers", "values", "env", "handles", "returned", "undo")
 
-    def __init__(self, captured: Captured, tensors: list[torch.Tensor], found: list[Any]) -> None:
+    def __init__(self, captured: Captured, tensors: list[torch.Tensor]) -> None:
         self.captured = captured
         self.tensors = tensors
-        #: What is at the guarded edges.
-        self.found = found
         self.numbers = list(captured.numbers)
         self.values: dict[int, Value] = {}
         self.env: dict[int, torch.Tensor] = {}
@@ -80,68 +71,26 @@ class Call:
         return plain.window(node, self.env)
 
 
-def _hooks_of(tensors: list[torch.Tensor]) -> list[Any]:
-    return [hooks for t in tensors for hooks in (t._backward_hooks, t._post_accumulate_grad_hooks)]
-
-
-class Guards:
-    """Places outside of the function and what is there: objects that must stay, tensors that must stay of their kind."""
-
-    def __init__(self, ways: list[tuple[Edge, Any]], modules: list[torch.nn.Module]) -> None:
-        flags = [(Edge("dict", module.__dict__, "training"), module.training) for module in modules]
-        every = sorted([*ways, *flags], key=lambda way: way[0].kind != "dict")
-        self.edges = [edge for edge, _ in every]
-        # A gradient is not held on to: nobody may want it any more.
-        self.expected = [ANY_TENSOR if e.kind == "grad" and isinstance(c, Tensor) else c for e, c in every]
-        owners = {id(edge.container) for edge in self.edges if edge.kind == "grad"}
-        #: Tensors whose gradients are read or written: each has to stay itself.
-        self._owners = [(at, child) for at, (_, child) in enumerate(every) if id(child) in owners]
-        count = sum(edge.kind == "dict" for edge in self.edges)
-        self._dicts = [edge.container for edge in self.edges[:count]]
-        self._keys = [edge.key for edge in self.edges[:count]]
-        self._others = self.edges[count:]
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
-        self._hooks += [getattr(torch.nn.modules.module, f"_global{kind}") for kind in kinds]
-        self._hooked = [child for _, child in every if isinstance(child, torch.Tensor)]
-        self._newest_hook = RemovableHandle.next_id
-        self._used_hooks = [hooks for hooks in (*self._hooks, *_hooks_of(self._hooked)) if hooks]
-        self._hook_counts = list(map(len, self._used_hooks))
-
-    def find(self) -> list[Any]:
-        """What is at the edges now, or `Mismatch`."""
-        found = list(map(dict.get, self._dicts, self._keys))
-        if self._others:
-            found += [edge.get() for edge in self._others]
-        if any(map(operator.is_not, found, self.expected)):
-            for child, expected in zip(found, self.expected, strict=True):
-                if child is expected:
-                    continue
-                if expected is NOTHING:
-                    if not isinstance(child, (type(None), int, float, str)):
-                        raise Mismatch
-                elif expected is ANY_TENSOR:
-                    if type(child) is not Tensor:
-                        raise Mismatch
-                elif not isinstance(expected, torch.Tensor) or type(child) is not type(expected):
-                    raise Mismatch
-            if any(found[at] is not owner for at, owner in self._owners):
-                raise Mismatch
-        if self._hook_counts and list(map(len, self._used_hooks)) != self._hook_counts:
-            raise Mismatch
-        if self._newest_hook != RemovableHandle.next_id:
-            hooks = (*self._hooks, *_hooks_of(self._hooked))
-            if any(id >= self._newest_hook for given in hooks for id in given or ()):
-                raise Mismatch
-            self._newest_hook = RemovableHandle.next_id
-        return found
-
-
 def annotated(segment: Segment) -> list[tuple[str, str]]:
     """Each instruction of a program as text, with the user's line."""
     return [
         (text, lines.text(origin.line)) for text, origin in zip(lines_of(segment.program), segment.origins, strict=True)
     ]
+
+
+def _ids(handles: list[Any]) -> list[int]:
+    try:
+        return list(map(_id_of, handles))
+    except AttributeError:  # not one of ours, or not placed
+        raise Mismatch from None
+
+
+def _check(handles: list[Any], specs: list[Spec]) -> None:
+    """Raise `Mismatch` if these are not handles of such specs, that a program can read as they are."""
+    if any(map(operator.is_not, map(_spec_of, handles), specs)) or any(
+        v.copy is not None for v in map(_value_of, handles)
+    ):
+        raise Mismatch
 
 
 class Captured:
@@ -151,9 +100,10 @@ class Captured:
         self.name = name
         self.objects = objects
         self.guards: Guards
-        #: Which handles the programs read: tensors of the arguments by index, tensors at guarded edges.
+        #: Which handles the programs read: tensors of the arguments by index, then tensors at places that move, then at others.
         self.leaves: list[int] = []
-        self.places: list[int] = []
+        self.moving: list[int] = []
+        self.fixed: list[int] = []
         self.specs: list[Spec] = []
         self.requires_grad: list[bool] = []
         #: Handles that are one object, or on one value: the index of the first such, for each.
@@ -188,38 +138,49 @@ class Captured:
         self.nbytes = 0
         self.instructions = 0
         self.gradient: Any = None
+        #: The numbers of the values of handles that move, as they were last.
         self._last: list[int] = []
+        #: `handles.version`, the handles at places that do not move, and the numbers of their values.
+        self._known: tuple[Any, list[Any], list[int]] = (None, [], [])
 
-    def handles(self, tensors: list[torch.Tensor], found: list[Any]) -> list[Any]:
-        """The handles that the programs read, each as it must be; or `Mismatch`."""
-        handles = [tensors[i] for i in self.leaves]
-        handles += map(found.__getitem__, self.places)
-        try:
-            ids = list(map(_id_of, handles))
-        except AttributeError:  # not one of ours, or not placed
-            raise Mismatch from None
+    def handles(self, tensors: list[torch.Tensor]) -> tuple[list[Any], list[int]]:
+        """The handles that the programs read, each as it must be, and the numbers of their values; or `Mismatch`."""
+        guards = self.guards
+        moved = guards.find(tensors)
+        found: list[Any] = [tensors[i] for i in self.leaves]
+        found += [moved[i] for i in self.moving]
+        ids = _ids(found)
         if ids != self._last:
-            if any(map(operator.is_not, map(_spec_of, handles), self.specs)):
-                raise Mismatch
-            if any(ids[a] != ids[b] for a, b in self.twins) or any(v.copy is not None for v in map(_value_of, handles)):
-                raise Mismatch
+            _check(found, self.specs[: len(found)])
             self._last = ids
-        if self.checks_grad and list(map(_requires_grad, handles)) != self.requires_grad:
+        version, others, known = self._known
+        if version is not handles.version or guards.loose:
+            version = handles.version
+            others = [guards.fixed[i] for i in self.fixed]
+            known = _ids(others)
+            _check(others, self.specs[len(found) :])
+            self._known = version, others, known
+        found += others
+        ids = ids + known
+        if any(ids[a] != ids[b] for a, b in self.twins):
             raise Mismatch
-        return handles
+        if self.checks_grad:
+            with torch_internals.past_functions():
+                if list(map(_requires_grad, found)) != self.requires_grad:
+                    raise Mismatch
+        return found, ids
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """The result of a call whose arguments' tensors are these; `Mismatch` if it has to be recorded anew."""
-        found = self.guards.find()
-        handles = self.handles(tensors, found)
-        call = Call(self, tensors, found)
+        handles, ids = self.handles(tensors)
+        call = Call(self, tensors)
         call.handles = handles
         call.returned = [edge.get() for edge in self.returned]
         if self.items or self.starts:
             self._prepare(call)
         controller = runtime._controller
         assert controller is not None
-        values = self._issue(controller, call)
+        values = self._issue(controller, call, ids)
         if self.written and not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version([handles[i] for i in self.written])
         outputs = self._outputs(call, values)
@@ -228,8 +189,6 @@ class Captured:
         for binding in self.bindings:
             child = None if binding.output is None else outputs[binding.output]
             binding.edge.put(child)
-            if child is not None and isinstance(self.guards.expected[binding.guard], torch.Tensor):
-                self.guards.expected[binding.guard] = child
         for index, output in self.rebound:
             special.rebind(handles[index], outputs[output])
         call.handles = outputs
@@ -258,10 +217,10 @@ class Captured:
             raise
 
     @critical
-    def _issue(self, controller: Controller, call: Call) -> list[Value]:
-        """Queue the programs; the values they make."""
+    def _issue(self, controller: Controller, call: Call, ids: list[int]) -> list[Value]:
+        """Queue the programs; the values they make. ``ids``: the numbers of the values of the call's handles."""
         handles = call.handles
-        pool = list(map(_id_of, handles))
+        pool = ids
         pool += [value.id for value in self.constants]
         pool += [call.values[put].id for put in self.puts]
         values: list[Value] = []
@@ -305,7 +264,7 @@ class Captured:
     def matches(self, tensors: list[torch.Tensor]) -> bool:
         """Whether `run` would be used for a call with these tensors, as far as can be told without running anything."""
         try:
-            self.handles(tensors, self.guards.find())
+            self.handles(tensors)
         except Mismatch:
             return False
         return True

@@ -17,8 +17,9 @@ from ..program.compose import Command, compose
 from ..sharding.spec import mesh_id
 from ..tensor import Tensor
 from .arguments import Arguments
-from .captured import ANY_TENSOR, NOTHING, Binding, Call, Captured, Guards, Output
+from .captured import Binding, Call, Captured, Output
 from .gradients import Gradient, backward_of, differentiate
+from .guards import ANY_TENSOR, NOTHING, Guards
 from .optimizers import settings_of
 from .outside import Edge, Outside, contents_of, grad_of
 from .plain import PLAIN, Entry
@@ -52,6 +53,7 @@ class Recording:
         #: What they referred to before the call.
         self.values: list[Value] = []
         self.specs: list[Any] = []
+        self._noted: set[int] = set()
         self._index_of_value: dict[int, int] = {}
         self._generations: dict[int, int] = {}
         self._edges: dict[int, Edge] = {}
@@ -99,6 +101,10 @@ class Recording:
                 self._outer(child)
 
     def _outer(self, tensor: Any) -> None:
+        """Note a handle from outside, once: it may be in several places."""
+        if id(tensor) in self._noted:
+            return
+        self._noted.add(id(tensor))
         value = tensor._value
         self._index_of_value.setdefault(value.id, len(self.outer))
         self.values.append(value)
@@ -187,7 +193,7 @@ class Recording:
 
     def _attach(self, captured: Captured) -> None:
         """Give the results of this call the node that those of later ones will have, and let go of its own graph."""
-        call = Call(captured, self.arguments.tensors, [])
+        call = Call(captured, self.arguments.tensors)
         order: list[Any] = [None] * len(self.read)
         for index in self.read:
             order[self.position[index]] = self.outer[index]
@@ -436,12 +442,10 @@ class Recording:
             if type(t) is Tensor and t._host and any(t._host.plain is p for p in plain)
         ]
         containers = [edge.container for edge, _, _ in self.changes]
-        absent = [
-            Edge("grad", parameter, None)
-            for section in self.recorder.sections
-            for parameter, grad in section.grads
-            if grad is None and ("grad", id(parameter), id(None)) not in self.before.edges
-        ]
+        without = [p for section in self.recorder.sections for p, grad in section.grads if grad is None]
+        without += [t for t in self.recorder.without_grad if self.before.saw(t)]
+        absent = [Edge("grad", tensor, None) for tensor in without]
+        absent = [edge for edge in absent if edge.place not in self.before.edges]
         containers += [edge.container for edge in absent]
         used = [one for one in (*read, *plain, *hosts, *self.returned, *containers) if self.before.saw(one)]
         ways = {edge.place: (edge, child) for edge, child in self.before.ways(used)}
@@ -451,21 +455,28 @@ class Recording:
                 ways[edge.place] = edge, ANY_TENSOR
             elif not isinstance(was, torch.Tensor):
                 ways[edge.place] = edge, was
-        captured.guards = guards = Guards(list(ways.values()), self.before.modules)
+        written = {edge.place for edge, _, _ in self.changes}
+        captured.guards = guards = Guards(list(ways.values()), self.before.modules, written)
         at = {edge.place: i for i, edge in enumerate(guards.edges)}
-        leaves, places = [], []
+        guards.tie(list(ways.values()), given)
+        leaves, moving, fixed = [], [], []
         for index, handle in zip(self.read, read, strict=True):
             if id(handle) in given:
                 leaves.append((index, given[id(handle)]))
         for index, handle in zip(self.read, read, strict=True):
             if id(handle) not in given:
                 edge = self._edge_of(handle)
-                places.append((index, at[edge.place]))
-        order = [index for index, _ in (*leaves, *places)]
+                place = at[edge.place]
+                if place < guards.moving:
+                    moving.append((index, place))
+                else:
+                    fixed.append((index, place - guards.moving))
+        order = [index for index, _ in (*leaves, *moving, *fixed)]
         # `handles` puts arguments first: renumber what was numbered before.
         moved = {self.position[index]: number for number, index in enumerate(order)}
         captured.leaves = [i for _, i in leaves]
-        captured.places = [i for _, i in places]
+        captured.moving = [i for _, i in moving]
+        captured.fixed = [i for _, i in fixed]
         captured.specs = [self.specs[i] for i in order]
         captured.requires_grad = [self.outer[i].requires_grad for i in order]
         count = len(order)
@@ -481,7 +492,7 @@ class Recording:
             if first.setdefault(value, number) != number:
                 captured.twins.append((first[value], number))
         for edge, _, output in self.changes:
-            captured.bindings.append(Binding(edge, output, at[edge.place]))
+            captured.bindings.append(Binding(edge, output))
         self.position = {index: moved[at] for index, at in self.position.items()}
         captured.rebound = [(self.position[index], output) for index, output in self.rebound]
 

@@ -36,6 +36,9 @@ _LOOKS = {
 }  # fmt: skip
 
 
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
 def copying(mesh: int) -> Program:
     """One value copied."""
     return Program("copy", mesh, 1, 0, [Op("aten.clone.default", [Slot(0)], {}, [1])], [1])
@@ -88,6 +91,8 @@ class Recorder:
         self.passing: str | None = None
         #: Autograd was on for some op.
         self.with_grad = torch.is_grad_enabled()
+        #: Tensors that were asked for their gradients, and had none.
+        self.without_grad: list[torch.Tensor] = []
         self.section: Any = None
         self.sections: list[Any] = []
         self._programs: dict[int, Program] = {}
@@ -241,6 +246,8 @@ class _Functions(TorchFunctionMode):
         if recorder.section is not None:
             return recorder.section.call(func, args, kwargs)
         tensors = tensors_in([*args, *kwargs.values()])
+        if func == _GET_GRAD and func(*args) is None:
+            recorder.without_grad.append(args[0])
         if not all(map(is_plain, tensors)):
             return func(*args, **kwargs)
         if func in _LOOKS:

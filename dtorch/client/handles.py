@@ -12,6 +12,18 @@ from . import torch_internals
 from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
 from .values import Value
 
+#: Another object whenever a handle comes to refer to something else: what was known of handles may no longer hold.
+version = object()
+
+
+def rebound() -> None:
+    """Tell that a handle has come to refer to something else, having done so."""
+    global version
+    version = object()
+
+
+torch_internals.tell_of_swaps(rebound)
+
 
 def wrap(spec: Spec, value: Value) -> Tensor:
     """A new handle."""

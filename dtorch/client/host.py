@@ -16,7 +16,7 @@ from ..sharding.layout import stride_order
 from ..sharding.spec import Spec, intern_mesh, replicated
 from ..tensor import Tensor
 from . import leaves, torch_internals, watch
-from .handles import tensors_in, wrap
+from .handles import rebound, tensors_in, wrap
 
 
 class HostRoot:
@@ -191,6 +191,7 @@ def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = 
         if plain.stride() != spec.stride:
             _restride(tensor)
         tensor._host = None
+        rebound()
         _tell_leaf(tensor)
         return
     if root.joined is None:
@@ -207,6 +208,7 @@ def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = 
     tensor._value = view._value
     tensor._spec = view._spec
     tensor._host = None
+    rebound()
     _tell_leaf(tensor)
 
 

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _state = threading.local()
+#: Hooks that `watch` has registered.
+_own_hooks = 0
 
 
 class Leaf:
@@ -42,6 +45,13 @@ def watch(tensor: Any) -> None:
         tensor._leaf = Leaf(tensor._spec)
         tensor.register_hook(tensor._leaf)
         tensor.register_post_accumulate_grad_hook(settle)
+        global _own_hooks
+        _own_hooks += 2
+
+
+def hooks_of_others() -> int:
+    """A number that grows with every hook that is registered anywhere, but for those of `watch`."""
+    return RemovableHandle.next_id - _own_hooks
 
 
 def settle(tensor: Any) -> None:

@@ -12,7 +12,7 @@ from ..sharding import checks
 from ..sharding.layout import stride_order
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import attention, host, packed, packed_shards, products, random_ops, redistribute, torch_internals
+from . import attention, handles, host, packed, packed_shards, products, random_ops, redistribute, torch_internals
 from .handles import tensors_in, wrap_view
 
 aten = torch.ops.aten
@@ -217,6 +217,7 @@ def rebind(target: Tensor, source: torch.Tensor) -> None:
     handle = same_handle(None, (source,), {})
     torch_internals.set_data(target, handle)
     target._spec, target._value, target._host = handle._spec, handle._value, handle._host
+    handles.rebound()
     if target._leaf is not None:
         target._leaf.spec = target._spec
 

@@ -292,6 +292,22 @@ def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
         torch._C.TensorBase.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
 
 
+def tell_of_swaps(tell: Callable[[], None]) -> None:
+    """Have ``tell`` called after ``torch.utils.swap_tensors``, with which ``module.to(dtype)`` may convert parameters."""
+    swap = torch._C._swap_tensor_impl
+
+    def swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+        swap(one, other)
+        tell()
+
+    torch._C._swap_tensor_impl = swapped
+
+
+def past_functions() -> Any:
+    """A context in which torch looks for no ``__torch_function__``: its getters take half their time on tensors of ours."""
+    return torch._C.DisableTorchFunction()
+
+
 def format_values(plain: torch.Tensor, indent: int) -> str:
     """The values as torch prints them, without the ``tensor(`` around."""
     return torch._tensor_str._tensor_str(plain, indent)

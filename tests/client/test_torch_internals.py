@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtorch
 from dtorch import DeviceMesh, Shard
-from dtorch.client import torch_internals
+from dtorch.client import handles, torch_internals
 from dtorch.errors import DTorchError
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -321,3 +321,20 @@ def test_a_data_loader_with_workers_inside_a_default_mesh_says_what_to_do() -> N
         loader = torch.utils.data.DataLoader(Items(), batch_size=2, num_workers=1)
         with pytest.raises(DTorchError, match="place the batches with dtorch"):
             list(loader)
+
+
+def test_swaps_of_tensors_are_told_of() -> None:
+    before = handles.version
+    one, other = placed(), placed() + 1
+    told = handles.version
+    assert told is before
+    torch.utils.swap_tensors(one, other)
+    assert handles.version is not told
+    assert other.to_torch().sum().item() == 12
+
+
+def test_getters_past_functions_are_torch_s_own() -> None:
+    one = placed().requires_grad_()
+    with torch_internals.past_functions():
+        assert torch._C.TensorBase.requires_grad.__get__(one)
+        assert torch._C.TensorBase.grad.__get__(one) is None
