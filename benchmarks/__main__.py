@@ -31,6 +31,7 @@ NAMES = (
     "pipeline",
     "two_meshes",
     "compiled",
+    "passes",
 )
 RESULTS = Path(__file__).with_name("results.md")
 

@@ -19,6 +19,7 @@ from ..placement import settled
 from ..program.compose import Segment, compose
 from ..sharding.spec import Spec
 from ..tensor import Tensor
+from . import passes
 from .recorder import Recorder
 
 #: How many of the results, from the first on, have a backward for each alone.
@@ -280,7 +281,7 @@ def backward_of(recorded: Any, name: str, position: dict[int, int], forward: Rec
     way, specs, given, recorder, grads = recorded
     made = {value for command in recorder.commands for value in command.outputs}
     kept = {grad._value.id for grad in grads if grad is not None} & made
-    segments = compose(f"backward of {name}", recorder.commands, kept)
+    segments = compose(f"backward of {name}", recorder.commands, kept, passes.chosen())
     inner = [value for segment in segments for value in segment.outputs]
     sources: dict[int, int] = {}
     start = -1

@@ -16,6 +16,7 @@ from ..client.values import Value
 from ..program.compose import Command, compose
 from ..sharding.spec import mesh_id
 from ..tensor import Tensor
+from . import passes
 from .arguments import Arguments
 from .captured import Binding, Call, Captured, Output
 from .gradients import Gradient, backward_of, differentiate
@@ -154,7 +155,7 @@ class Recording:
         commands = self._with_fresh_constants(recorder.commands)
         read_later = {v for backward in backwards for c in backward[3].commands for v in c.inputs}
         kept = {self._id(handle) for handle in self.handles} | {self.fresh.get(v, v) for v in read_later}
-        segments = compose(self.name, commands, kept & (made | set(self.fresh.values())))
+        segments = compose(self.name, commands, kept & (made | set(self.fresh.values())), passes.chosen())
         self._find_inputs(captured, segments, read_later)
         if recorder.refused:
             return None

@@ -9,63 +9,58 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from ..raw import dtype_called
 from .effects import effects
-from .ir import Arg, Instruction, Local, Op, Operand, Reshard, ShiftDone, ShiftStart, Slot, slots_of
+from .ir import Arg, Instruction, Local, Op, Program, Reshard, ShiftDone, ShiftStart, Slot, slots_of
+from .rewrite import Rewriter, Rewritten
 
 #: Bytes of the largest sum that waits, and of all that wait together.
 MEMBER = 64 << 10
 BUCKET = 1 << 20
 
 
+def bucket(program: Program) -> Rewritten:
+    """``program`` with its small sums in buckets."""
+    return _Buckets(program).arranged()
+
+
 @dataclasses.dataclass(slots=True)
 class _Bucket:
-    """What waits: each with its global shape and its origin."""
+    """What waits: each with its global shape and the index of its instruction."""
 
-    members: list[tuple[Reshard, list[int], Any]] = dataclasses.field(default_factory=list)
+    members: list[tuple[Reshard, list[int], int]] = dataclasses.field(default_factory=list)
     nbytes: int = 0
 
 
-class Buckets:
-    """Puts the instructions of one program in order.
+class _Buckets:
+    """Puts the instructions of one program in order."""
 
-    Args:
-        slots: how many there are.
-        constant: makes an operand of a value.
-        value: what an operand is in every run, or None.
-    """
-
-    def __init__(self, slots: int, constant: Callable[[Any], Operand], value: Callable[[Operand], Any]) -> None:
-        self._slots = slots
-        self._constant = constant
-        self._value = value
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._rewriter = Rewriter(program)
         self._open: dict[tuple[Any, ...], _Bucket] = {}
         #: For each sum that waits, where.
         self._waiting: dict[int, tuple[Any, ...]] = {}
-        self._body: list[Instruction] = []
-        self._origins: list[Any] = []
 
-    def arrange(self, body: Sequence[Instruction], origins: Sequence[Any]) -> tuple[list[Instruction], list[Any]]:
-        """The instructions with what is bucketed, and the origin of each."""
-        for instruction, origin in zip(body, origins, strict=True):
+    def arranged(self) -> Rewritten:
+        for index, instruction in enumerate(self._program.body):
             for slot in slots_of(instruction):
                 if slot in self._waiting:
                     self._close(self._waiting[slot])
             shape = self._shape_of_small(instruction)
             if shape is not None:
-                self._add(instruction, shape, origin)  # type: ignore[arg-type]
+                self._add(instruction, shape, index)  # type: ignore[arg-type]
                 continue
             # Nothing else communicates within a shift.
             if _may_write(instruction) or isinstance(instruction, (ShiftStart, ShiftDone)):
                 self._close_all()
-            self._emit(instruction, origin)
+            self._rewriter.emit(instruction, index)
         self._close_all()
-        return self._body, self._origins
+        return self._rewriter.done()
 
     def _shape_of_small(self, instruction: Instruction) -> list[int] | None:
         """The shape of a small sum on one mesh, completed into a contiguous tensor; None of anything else."""
@@ -77,19 +72,19 @@ class Buckets:
             return None
         if instruction.order is not None and instruction.order != sorted(instruction.order):
             return None
-        shape = self._value(instruction.shape)
+        shape = self._program.constant(instruction.shape)
         if shape is None or not 0 < math.prod(shape) * dtype_called(instruction.dtype).itemsize <= MEMBER:
             return None
         return shape
 
-    def _add(self, reshard: Reshard, shape: list[int], origin: Any) -> None:
+    def _add(self, reshard: Reshard, shape: list[int], index: int) -> None:
         key = reshard.source_mesh, reshard.source_placements, reshard.dtype
         nbytes = math.prod(shape) * dtype_called(reshard.dtype).itemsize
         bucket = self._open.setdefault(key, _Bucket())
         if bucket.nbytes + nbytes > BUCKET:
             self._close(key)
             bucket = self._open[key] = _Bucket()
-        bucket.members.append((reshard, shape, origin))
+        bucket.members.append((reshard, shape, index))
         bucket.nbytes += nbytes
         self._waiting[reshard.out] = key
 
@@ -100,34 +95,27 @@ class Buckets:
     def _close(self, key: tuple[Any, ...]) -> None:
         """Complete what waits."""
         members = self._open.pop(key).members
+        emit, slot, constant = self._rewriter.emit, self._rewriter.slot, self._rewriter.constant
         for reshard, _, _ in members:
             del self._waiting[reshard.out]
         if len(members) == 1:
-            ((reshard, _, origin),) = members
-            self._emit(reshard, origin)
+            ((reshard, _, index),) = members
+            emit(reshard, index)
             return
         sizes = [math.prod(shape) for _, shape, _ in members]
         flat: list[Any] = []
-        for (reshard, _, origin), size in zip(members, sizes, strict=True):
-            flat.append(Slot(self._slot()))
-            args: list[Arg] = [Slot(reshard.source), self._constant([size])]
-            self._emit(Op("aten.reshape.default", args, {}, [flat[-1].index]), origin)
-        (first, _, origin), joined, whole = members[0], self._slot(), self._slot()
-        self._emit(Op("aten.cat.default", [flat], {}, [joined]), origin)
-        shape = self._constant([sum(sizes)])
-        self._emit(msgspec.structs.replace(first, source=joined, out=whole, shape=shape, order=None), origin)
-        parts = [self._slot() for _ in members]
-        self._emit(Op("aten.split_with_sizes_copy.default", [Slot(whole), self._constant(sizes)], {}, parts), origin)
-        for (reshard, own, origin), part in zip(members, parts, strict=True):
-            self._emit(Op("aten.view.default", [Slot(part), self._constant(own)], {}, [reshard.out]), origin)
-
-    def _emit(self, instruction: Instruction, origin: Any) -> None:
-        self._body.append(instruction)
-        self._origins.append(origin)
-
-    def _slot(self) -> int:
-        self._slots += 1
-        return self._slots - 1
+        for (reshard, _, index), size in zip(members, sizes, strict=True):
+            flat.append(Slot(slot()))
+            args: list[Arg] = [Slot(reshard.source), constant([size])]
+            emit(Op("aten.reshape.default", args, {}, [flat[-1].index]), index)
+        (first, _, index), joined, whole = members[0], slot(), slot()
+        emit(Op("aten.cat.default", [flat], {}, [joined]), index)
+        shape = constant([sum(sizes)])
+        emit(msgspec.structs.replace(first, source=joined, out=whole, shape=shape, order=None), index)
+        parts = [slot() for _ in members]
+        emit(Op("aten.split_with_sizes_copy.default", [Slot(whole), constant(sizes)], {}, parts), index)
+        for (reshard, own, index), part in zip(members, parts, strict=True):
+            emit(Op("aten.view.default", [Slot(part), constant(own)], {}, [reshard.out]), index)
 
 
 def _is_pending(code: int | str) -> bool:

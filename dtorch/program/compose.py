@@ -7,12 +7,11 @@ few programs in a row; a function on one mesh, whatever it moves to others, is o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from .buckets import Buckets
-from .effects import effects
-from .ir import Instruction, Layout, LocalShape, Operand, Program, ShiftDone, ShiftStart, Slot, outs_of, slots_of
+from .ir import Instruction, Operand, Program, outs_of, slots_of
+from .rewrite import Pass, renamed
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,8 +44,8 @@ class Segment:
     origins: list[Command]
 
 
-def compose(name: str, commands: Sequence[Command], kept: Collection[int]) -> list[Segment]:
-    """The programs that do what ``commands`` do and leave the values ``kept``."""
+def compose(name: str, commands: Sequence[Command], kept: Collection[int], passes: Sequence[Pass]) -> list[Segment]:
+    """The programs that do what ``commands`` do and leave the values ``kept``, each gone through ``passes``, one after the other."""
     groups: list[list[Command]] = []
     for command in commands:
         if groups and groups[-1][-1].program.mesh == command.program.mesh:
@@ -56,7 +55,7 @@ def compose(name: str, commands: Sequence[Command], kept: Collection[int]) -> li
     segments: list[Segment] = []
     wanted = set(kept)
     for group in reversed(groups):
-        segment = _Composer(name, group, wanted).segment()
+        segment = _Composer(name, group, wanted).segment(passes)
         if segment.program.body:
             segments.append(segment)
             wanted.update(segment.inputs)
@@ -80,23 +79,24 @@ class _Composer:
         self.body: list[Instruction] = []
         self.origins: list[Command] = []
 
-    def segment(self) -> Segment:
+    def segment(self, passes: Sequence[Pass]) -> Segment:
         varying = dict.fromkeys(number for command in self.commands for number in command.varying.values())
         self.numbers = list(varying)
         for command in self.commands:
             self.inline(command)
-        outputs = [self.slots[value] for value in self.outputs]
-        body, origins = _needed(self.body, self.origins, len(self.inputs), outputs)
-        body, origins = Buckets(self.count, self.constant, self.value).arrange(body, origins)
         program = Program(
             self.name,
             self.commands[0].program.mesh,
             len(self.inputs),
             len(self.numbers),
-            body,
-            outputs,
+            self.body,
+            [self.slots[value] for value in self.outputs],
             self.constants,
         )
+        origins = self.origins
+        for rewritten in passes:
+            program, sources = rewritten(program)
+            origins = [origins[source] for source in sources]
         return Segment(*_without_unused_inputs(program, self.inputs), self.outputs, self.numbers, origins)
 
     def inline(self, command: Command) -> None:
@@ -127,11 +127,6 @@ class _Composer:
         for value, slot in zip(command.outputs, program.outputs, strict=True):
             self.slots[value] = slots[slot]
 
-    def value(self, operand: Operand) -> Any:
-        """What an operand is in every run; None if each run says."""
-        index = operand.index - len(self.numbers)
-        return None if index < 0 else self.constants[index]
-
     def constant(self, value: Any) -> Operand:
         """A constant of the program; equal ones are kept once."""
         key = repr(value)
@@ -140,71 +135,6 @@ class _Composer:
             index = self.known[key] = len(self.constants)
             self.constants.append(value)
         return Operand(len(self.numbers) + index)
-
-
-def renamed(instruction: Instruction, slot: Any, operand: Any) -> Instruction:
-    """``instruction`` with other slots and operands: ``slot(index)`` is the new index, ``operand(index)`` the new `Operand`."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return Slot(slot(value.index))
-        if isinstance(value, Operand):
-            return operand(value.index)
-        if isinstance(value, LocalShape):
-            return LocalShape(operand(value.shape.index), value.placements)
-        if isinstance(value, Layout):
-            return Layout(value.placements, operand(value.shape.index))
-        if isinstance(value, list):
-            return [convert(item) for item in value]
-        if isinstance(value, dict):
-            return {name: convert(item) for name, item in value.items()}
-        return value
-
-    changed = {}
-    for field in instruction.__struct_fields__:
-        value = getattr(instruction, field)
-        if field in ("source", "out"):
-            changed[field] = slot(value)
-        elif field == "outs":
-            changed[field] = [out if out < 0 else slot(out) for out in value]
-        elif isinstance(value, (Operand, list, dict)) and field not in ("orders", "order"):
-            changed[field] = convert(value)
-        else:
-            changed[field] = value
-    return type(instruction)(**changed)
-
-
-def _needed(
-    body: list[Instruction], origins: list[Command], inputs: int, outputs: Iterable[int]
-) -> tuple[list[Instruction], list[Command]]:
-    """``body`` without what makes only values that nobody wants. What writes memory stays, unless it wrote only such values."""
-    roots: dict[int, frozenset[int]] = {slot: frozenset((slot,)) for slot in range(inputs)}
-    touched = []
-    for instruction in body:
-        writes, viewed = effects(instruction, {})
-        behind = frozenset().union(*(roots[slot] for slot in viewed))
-        for out in outs_of(instruction):
-            if out >= 0:
-                roots[out] = behind | {out}
-        touched.append(frozenset().union(*(roots[slot] for slot in writes)))
-    wanted = set(range(inputs)).union(*(roots[slot] for slot in outputs))
-    keep = [False] * len(body)
-    for index in range(len(body) - 1, -1, -1):
-        instruction, written = body[index], touched[index]
-        outs = [out for out in outs_of(instruction) if out >= 0]
-        if isinstance(instruction, (ShiftStart, ShiftDone)):
-            needed = True  # a hop's two ends stay together
-        elif written:
-            needed = bool(written & wanted)
-        else:
-            needed = not outs
-        if needed or any(out in wanted for out in outs):
-            keep[index] = True
-            for slot in slots_of(instruction):
-                wanted |= roots[slot]
-    return [i for i, kept in zip(body, keep, strict=True) if kept], [
-        o for o, kept in zip(origins, keep, strict=True) if kept
-    ]
 
 
 def _without_unused_inputs(program: Program, values: list[int]) -> tuple[Program, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -56,6 +57,36 @@ def effects(instruction: Instruction, local_writes: Writes) -> tuple[list[int], 
         [slot for place in written for slot in _slots(_given(instruction, *place))],
         [slot for place in viewed for slot in _slots(_given(instruction, *place))],
     )
+
+
+#: The root of all inputs of a program, for two of them may share memory.
+OUTSIDE = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """What memory a program's values may have. A *root* is `OUTSIDE`, or a slot, for the memory that it may have of its own.
+
+    ``roots``: of each slot; a view has those of what it is a view of, too. ``written``: by each instruction, the roots that it writes.
+    """
+
+    roots: dict[int, frozenset[int]]
+    written: list[frozenset[int]]
+
+
+def memory_of(program: Program) -> Memory:
+    """The memory of ``program``."""
+    outside = frozenset((OUTSIDE,))
+    roots = dict.fromkeys(range(program.inputs), outside)
+    written = []
+    for instruction in program.body:
+        writes, viewed = effects(instruction, {})
+        behind = frozenset().union(*(roots[slot] for slot in viewed))
+        for out in outs_of(instruction):
+            if out >= 0:
+                roots[out] = behind | {out}
+        written.append(frozenset().union(*(roots[slot] for slot in writes)))
+    return Memory(roots, written)
 
 
 def written_inputs(program: Program, start: int = 0, local_writes: Writes = {}) -> set[int]:  # noqa: B006 - read only
