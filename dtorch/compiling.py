@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import types
 import warnings
@@ -38,7 +39,10 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
     - *One all-reduce* completes the small sums of a program that nothing is waiting for, as the gradients of data-parallel training are.
     - *Baked in*: Python state, but for arguments and for which children, parameters and buffers modules have: what is in lists, a None
       elsewhere that becomes a tensor. ``verify=True`` finds what depends on it.
-    - *Run op by op*, with one warning that names the line: a function that reads values or shapes that depend on them; a scheduler inside;
+    - *A value read inside* (``if loss > 9``, ``int(x.sum())``) splits the program: each call runs up to there, waits for the value, and
+      goes on as was recorded for that value. Recordings are told apart by truth values, ints and whole floats.
+    - *Run op by op*, with one warning that names the line: a function that reads other values (``loss.item()`` to print it, whole tensors),
+      or any after it has written in place what is outside; shapes that depend on values; a scheduler inside;
       tensors from, or kept, where this cannot see; plain tensors that require gradients; tensors of numpy arrays; lists and dicts that
       it is given and changes; ``random="torch"`` with random ops; what is new once a function has been recorded eight
       times. Calls under ``torch.func``, ``torch.device``, hooks of saved tensors (as in a checkpoint that is not reentrant) and the like
@@ -110,11 +114,19 @@ class Compiled:
             return self.function(*args, **kwargs)
         known = self._found.get(key, ())
         if not self.verify:
+            found: tuple[Any, ...] = ()
             for captured in known:
-                try:
-                    return captured.run(arguments.tensors)
-                except Mismatch:
+                if not captured.begins(found):
                     continue
+                try:
+                    result = captured.run(arguments.tensors)
+                except Mismatch as mismatch:
+                    found = mismatch.found or found
+                    continue
+                if captured is not known[0]:  # the next call will most likely be like this one
+                    with self._lock:
+                        self._found[key] = [captured, *[other for other in self._found[key] if other is not captured]]
+                return result
         return self._record(args, kwargs, arguments)
 
     def _record(self, args: Any, kwargs: Any, arguments: Any) -> Any:
@@ -125,13 +137,14 @@ class Compiled:
         if len(self._keys) >= RECORDINGS and not self.verify:
             self._warn(
                 f"it has been recorded {RECORDINGS} times, and is run as it is for what is new; what varies is "
-                f"{varying(self.function, [*self._keys, key])}"
+                f"{self._read_differently() or varying(self.function, [*self._keys, key])}"
             )
             return self.function(*args, **kwargs)
-        expected = None
-        if self.verify:
-            expected = next((known for known in self._found.get(key, ()) if known.matches(arguments.tensors)), None)
+        known = self._found.get(key, ()) if self.verify else ()
+        alike = [captured for captured in known if captured.matches(arguments.tensors)]
         made = Recording(self.function, self._name, args, kwargs, arguments, keeps_constants=self.verify)
+        read = tuple(read.found for read in made.recorder.reads)
+        expected = next((captured for captured in alike if captured.begins(read)), None)
         if expected is not None:
             self._compare(expected, made)
             return made.result
@@ -145,6 +158,17 @@ class Compiled:
                 if self._passing[key] >= PASSING:
                     self._give_up(key, made.passing)
         return made.result
+
+    def _read_differently(self) -> str:
+        """Where a value was read that was another in recordings of calls which are alike otherwise; empty if nowhere."""
+        from .capture.reads import same
+
+        for known in self._found.values():
+            for one, other in itertools.pairwise(known):
+                for a, b in zip(one.reads, other.reads, strict=False):
+                    if not same(a.found, b.found):
+                        return f"a value that is read, at {a.line}"
+        return ""
 
     def _compare(self, expected: Any, made: Any) -> None:
         """Raise if a call that was recorded again did something else."""

@@ -17,7 +17,7 @@ from ..client.values import Root, Value, next_value_id
 from ..program.compose import Segment
 from ..program.text import lines_of
 from ..sharding.spec import Spec
-from . import plain
+from . import plain, reads
 from .guards import Guards
 from .outside import Edge
 from .plain import Mismatch
@@ -50,10 +50,21 @@ class Binding:
     output: int | None
 
 
+@dataclasses.dataclass(slots=True)
+class Stage:
+    """What a call does up to a value that it reads, or to its end: the client's own part, then so many programs."""
+
+    items: list[Any]
+    programs: int
+    read: reads.Read | None = None
+
+
 class Call:
     """One run of a captured program, while it is put together."""
 
-    __slots__ = ("captured", "tensors", "numbers", "values", "env", "handles", "returned", "undo")
+    __slots__ = (
+        "captured", "tensors", "numbers", "values", "env", "handles", "returned", "undo", "pool", "made", "roots", "programs",
+    )  # fmt: skip
 
     def __init__(self, captured: Captured, tensors: list[torch.Tensor]) -> None:
         self.captured = captured
@@ -64,6 +75,13 @@ class Call:
         self.handles: list[Any] = []
         #: What the result has of `Captured.returned`, as it was before the call.
         self.returned: list[Any] = []
+        #: Numbers of values: of the handles, the constants, the tensors that were sent, and of those made by the programs so far.
+        self.pool: list[int] = []
+        self.made: list[Value] = []
+        #: Memory that several of these share.
+        self.roots: dict[int, Root] = {}
+        #: How many programs have been queued.
+        self.programs = 0
         #: What makes undone what the call has changed on the client: functions, each with the state to be given.
         self.undo: list[tuple[Callable[[Any], Any], torch.Tensor]] = []
 
@@ -111,6 +129,8 @@ class Captured:
         self.checks_grad = False
         self.numbers: list[Any] = []
         self.items: list[Any] = []
+        self.reads: list[reads.Read] = []
+        self.stages: list[Stage] = []
         self.starts: list[plain.Node] = []
         #: Those of them that come from outside and are written.
         self.rewritten: list[plain.Node] = []
@@ -176,11 +196,16 @@ class Captured:
         call = Call(self, tensors)
         call.handles = handles
         call.returned = [edge.get() for edge in self.returned]
-        if self.items or self.starts:
-            self._prepare(call)
         controller = runtime._controller
         assert controller is not None
-        values = self._issue(controller, call, ids)
+        call.pool = ids
+        call.pool += [value.id for value in self.constants]
+        call.pool += [0] * len(self.puts)
+        if self.items or self.starts or self.reads:
+            self._in_stages(controller, call)
+        else:
+            self._issue(controller, call, len(self.segments))
+        values = call.made
         if self.written and not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version([handles[i] for i in self.written])
         outputs = self._outputs(call, values)
@@ -196,58 +221,87 @@ class Captured:
         self.pace(controller)
         return result
 
-    def _prepare(self, call: Call) -> None:
-        """The client's own part: random keys, plain work, optimizers' numbers. A `Mismatch` undoes what they wrote and drew."""
+    def _in_stages(self, controller: Controller, call: Call) -> None:
+        """Do the client's own part, random keys, plain work and optimizers' numbers, and queue the programs, up to each value that is
+        read, which has to be what it was. A `Mismatch` undoes what was written and drawn on the client."""
         for generator in self.generators:
             call.undo.append((generator.set_state, generator.get_state()))
+        found: list[Any] = []
+        programs = 0
         try:
             call.env = plain.given(self.starts, call, self.variable)
             for node in self.rewritten:
                 tensor = call.plain(node)
                 call.undo.append((tensor.copy_, tensor.detach().clone()))
-            for item in self.items:
-                if type(item) is plain.Entry:
-                    item.run(call.env)
-                else:
-                    item.run(call)
+            for stage in self.stages:
+                for item in stage.items:
+                    if type(item) is plain.Entry:
+                        item.run(call.env)
+                    else:
+                        item.run(call)
+                programs += stage.programs
+                self._issue(controller, call, programs)
+                if stage.read is not None:
+                    found.append(stage.read.again(controller, self._value_at(call, stage.read.source)))
+                    if not reads.same(found[-1], stage.read.found):
+                        raise Mismatch(tuple(found))
         except Mismatch:
             with torch.no_grad():
                 for restore, state in reversed(call.undo):
                     restore(state)
             raise
 
+    def begins(self, found: tuple[Any, ...]) -> bool:
+        """Whether a call that has read these values so far may be this one."""
+        return all(map(reads.same, found, [read.found for read in self.reads]))
+
+    def _value_at(self, call: Call, source: int) -> Value:
+        """What is at a place of the pool."""
+        for found in (
+            [handle._value for handle in call.handles],
+            self.constants,
+            [call.values.get(put) for put in self.puts],
+            call.made,
+        ):
+            if source < len(found):
+                return found[source]  # type: ignore[return-value]
+            source -= len(found)
+        raise IndexError
+
     @critical
-    def _issue(self, controller: Controller, call: Call, ids: list[int]) -> list[Value]:
-        """Queue the programs; the values they make. ``ids``: the numbers of the values of the call's handles."""
-        handles = call.handles
-        pool = ids
-        pool += [value.id for value in self.constants]
-        pool += [call.values[put].id for put in self.puts]
-        values: list[Value] = []
-        roots: dict[int, Root] = {}
-        for base, group in self.made:
-            root = None
-            if base is not None:
-                root = handles[base]._value.root
-            elif group is not None:
-                root = roots.get(group)
-            values.append(Value(next_value_id(), root))
-            if group is not None and root is None:
-                roots[group] = values[-1].root
-        at = len(pool)
-        pool += [value.id for value in values]
+    def _issue(self, controller: Controller, call: Call, end: int) -> None:
+        """Queue the programs up to number ``end``."""
+        handles, pool = call.handles, call.pool
+        if self.puts:
+            start = len(handles) + len(self.constants)
+            for at, put in enumerate(self.puts, start):
+                if put in call.values:
+                    pool[at] = call.values[put].id
         with controller.lock:
-            for program, sources, segment in zip(self.programs, self.sources, self.segments, strict=True):
-                command = [program]
-                command += [pool[i] for i in sources]
+            for index in range(call.programs, end):
+                segment = self.segments[index]
                 count = len(segment.outputs)
-                command += pool[at : at + count]
-                at += count
+                for base, group in self.made[len(call.made) : len(call.made) + count]:
+                    root = None
+                    if base is not None:
+                        root = handles[base]._value.root
+                    elif group is not None:
+                        root = call.roots.get(group)
+                    value = Value(next_value_id(), root)
+                    call.made.append(value)
+                    if group is not None and root is None:
+                        call.roots[group] = value.root
+                command = [self.programs[index]]
+                command += [pool[i] for i in self.sources[index]]
+                fresh = [value.id for value in call.made[len(call.made) - count :]]
+                command += fresh
+                pool += fresh
                 command += [call.numbers[i] for i in segment.numbers]
                 controller.issue(command, self.name, 5)
-            for index in self.written:
-                aliasing.written(controller, handles[index]._value)
-        return values
+            call.programs = end
+            if end == len(self.segments):
+                for index in self.written:
+                    aliasing.written(controller, handles[index]._value)
 
     def _outputs(self, call: Call, values: list[Value]) -> list[Any]:
         outputs: list[Any] = []
@@ -276,6 +330,9 @@ class Captured:
         for one, two in itertools.zip_longest(here, there, fillvalue=("nothing", "")):
             if one[0] != two[0]:
                 return f"{two[1] or one[1]}\n  recorded: {one[0]}\n  now:      {two[0]}"
+        for one, two in itertools.zip_longest(map(str, self.reads), map(str, other.reads), fillvalue="nothing is read"):
+            if one != two:
+                return f"a value that is read\n  recorded: {one}\n  now:      {two}"
         for one, two in zip(self.sent, other.sent, strict=False):
             if one.shape != two.shape or not torch.equal(one, two):
                 return f"a constant made on the client\n  recorded: {one}\n  now:      {two}"
@@ -288,12 +345,16 @@ class Captured:
         for index, spec in enumerate(self.specs):
             where = f"argument {self.leaves[index]}" if index < len(self.leaves) else "from outside"
             text.append(f"  input {index}: {tuple(spec.shape)} {spec.dtype} {spec.placements}, {where}")
-        for segment in self.segments:
-            text.append(f"program on mesh {segment.program.mesh}, %0 to %{segment.program.inputs - 1} given:")
-            rows = annotated(segment)
-            width = min(90, max((len(row) for row, _ in rows), default=0))
-            text += [f"  {row.ljust(width)}  # {line}" if line else f"  {row}" for row, line in rows]
-            text.append(f"  return {', '.join(f'%{slot}' for slot in segment.program.outputs)}")
+        segments = iter(self.segments)
+        for stage in self.stages:
+            for segment in itertools.islice(segments, stage.programs):
+                text.append(f"program on mesh {segment.program.mesh}, %0 to %{segment.program.inputs - 1} given:")
+                rows = annotated(segment)
+                width = min(90, max((len(row) for row, _ in rows), default=0))
+                text += [f"  {row.ljust(width)}  # {line}" if line else f"  {row}" for row, line in rows]
+                text.append(f"  return {', '.join(f'%{slot}' for slot in segment.program.outputs)}")
+            if stage.read is not None:
+                text.append(str(stage.read))
         return "\n".join(text)
 
     def pace(self, controller: Controller) -> None:

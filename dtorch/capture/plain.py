@@ -21,7 +21,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Mismatch(Exception):
-    """A call is not like the recorded one after all."""
+    """A call is not like the recorded one after all. ``found``: what it has read until then."""
+
+    def __init__(self, found: tuple[Any, ...] = ()) -> None:
+        super().__init__()
+        self.found = found
 
 
 @dataclasses.dataclass(slots=True)

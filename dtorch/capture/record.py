@@ -13,17 +13,18 @@ import torch
 
 from ..client import dispatch, host, lines, runtime, special, watch
 from ..client.values import Value
-from ..program.compose import Command, compose
+from ..program.compose import Command, Segment, compose
 from ..sharding.spec import mesh_id
 from ..tensor import Tensor
 from . import passes
 from .arguments import Arguments
-from .captured import Binding, Call, Captured, Output
+from .captured import Binding, Call, Captured, Output, Stage
 from .gradients import Gradient, backward_of, differentiate
 from .guards import ANY_TENSOR, NOTHING, Guards
 from .optimizers import settings_of
 from .outside import Edge, Outside, contents_of, grad_of
 from .plain import PLAIN, Entry
+from .reads import Read
 from .recorder import Key, Put, Recorder, copying
 from .results import maker_of
 
@@ -60,6 +61,7 @@ class Recording:
         self._edges: dict[int, Edge] = {}
         self._tell_of_outside()
         self.graphs = [tensor.grad_fn for tensor in self.outer]
+        recorder.roots = list({id(v.root): (v.root, v.root.generation) for v in self.values}.values())
         torch.clear_autocast_cache()  # a cast that was made before is no part of this call
         grads = [grad_of(tensor) if tensor.is_leaf else None for tensor in self.arguments.tensors]
         with recorder, self._telling_of_backward():
@@ -155,12 +157,14 @@ class Recording:
         commands = self._with_fresh_constants(recorder.commands)
         read_later = {v for backward in backwards for c in backward[3].commands for v in c.inputs}
         kept = {self._id(handle) for handle in self.handles} | {self.fresh.get(v, v) for v in read_later}
-        segments = compose(self.name, commands, kept & (made | set(self.fresh.values())), passes.chosen())
+        pieces = self._composed(commands, kept & (made | set(self.fresh.values())))
+        segments = [segment for piece in pieces for segment in piece]
         self._find_inputs(captured, segments, read_later)
         if recorder.refused:
             return None
         self._guard(captured)
         self._finish(captured, segments)
+        self._stage(captured, list(map(len, pieces)))
         if gradient is not None:
             gradient.inputs = [self.position[i] for i in gradient.inputs]
             gradient.backwards = [backward_of(b, self.name, self.pool, recorder) for b in backwards]
@@ -173,6 +177,20 @@ class Recording:
         if self._is_hidden(made - read_later):
             recorder.refuse("a tensor made in the function is kept where dtorch.compile cannot see")
         return captured
+
+    def _composed(self, commands: list[Command], kept: set[int]) -> list[list[Segment]]:
+        """The programs up to each value that is read, and those after the last."""
+        reads = self.recorder.reads
+        added = len(commands) - len(self.recorder.commands)
+        ends = [*[added + read.commands for read in reads], len(commands)]
+        for read in reads:
+            read.id = self.fresh.get(read.id, read.id)
+        wanted = kept | {read.id for read in reads}
+        pieces = []
+        for start, end in zip([0, *ends][-2::-1], ends[::-1], strict=True):
+            pieces.append(compose(self.name, commands[start:end], wanted, passes.chosen()))
+            wanted = wanted.union(*[segment.inputs for segment in pieces[-1]])
+        return pieces[::-1]
 
     def _differentiate(self) -> tuple[Gradient | None, list[Any]]:
         """How the results get gradients, if they do; and the backwards as recorded."""
@@ -206,7 +224,7 @@ class Recording:
         wanted = set(self.inner)
         found = {one.id: one for one in gc.get_objects() if type(one) is Value and one.id in wanted}
         found |= {copy: self.recorder.puts[put].value for put, copy in self.fresh.items()}
-        values = [found[value] for value in self.inner]
+        values: Any = [found.get(value) for value in self.inner]  # those that backward reads are alive
         differentiable = set(captured.gradient.outputs)
         outputs = [dispatch.wrap(h._spec, h._value) if i in differentiable else h for i, h in enumerate(self.handles)]
         call.handles = captured.gradient.attach(call, values, outputs)
@@ -346,6 +364,7 @@ class Recording:
         self.inner = inner
         known = set(self._index_of_value) | set(recorder.puts)
         later = [v for v in sorted(read_later) if v in known and v not in self.fresh]
+        later += [read.id for read in recorder.reads if read.id not in set(inner)]
         used = list(dict.fromkeys([*[v for s in segments for v in s.inputs if v not in set(inner)], *later]))
         written = {i for i, v in enumerate(self.values) if v.root.generation != self._generations[id(v.root)]}
         lines = {value: command for command in reversed(recorder.commands) for value in command.inputs}
@@ -391,6 +410,8 @@ class Recording:
             sources[value] = count + number
         self.pool = {**sources, **{put: sources[copy] for put, copy in self.fresh.items() if copy in sources}}
         captured.sources = [[sources[v] for v in segment.inputs] for segment in segments]
+        for read in recorder.reads:
+            read.source = sources[read.id]
         captured.constants = [put.spare if put.id in self.fresh else put.value for put in constants]
         if self._keeps_constants:
             captured.sent = [put.node.tensor for put in constants]
@@ -483,6 +504,8 @@ class Recording:
         count = len(order)
         captured.sources = [[moved.get(s, s) if s < count else s for s in sources] for sources in captured.sources]
         captured.written = [moved[i] for i in captured.written]
+        for read in self.recorder.reads:
+            read.source = moved.get(read.source, read.source) if read.source < count else read.source
         self.pool = {value: moved.get(at, at) if at < count else at for value, at in self.pool.items()}
         captured.made = [(None if base is None else moved[base], group) for base, group in captured.made]
         for output in captured.outputs:
@@ -524,6 +547,20 @@ class Recording:
         captured.programs = [controller.define(segment.program) for segment in segments]
         captured.instructions = max(1, sum(len(segment.program.body) for segment in segments))
         captured.nbytes = sum(o.spec.local_nbytes for o in captured.outputs)
+
+    def _stage(self, captured: Captured, counts: list[int]) -> None:
+        """Cut what a call does where values are read. ``counts``: the programs up to each, and after the last."""
+        stages = [Stage([], count) for count in counts]
+        at = 0
+        for item in captured.items:
+            if type(item) is Read:
+                stages[at].read = item
+                at += 1
+            else:
+                stages[at].items.append(item)
+        captured.stages = stages
+        captured.items = [item for item in captured.items if type(item) is not Read]
+        captured.reads = self.recorder.reads
 
     def _is_hidden(self, made: set[int]) -> bool:
         """Whether a value made in the function lives on where no later call would put its like."""

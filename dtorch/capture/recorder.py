@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..client import lines, runtime, torch_internals, watch
+from ..client import lines, runtime, torch_internals, values_out, watch
 from ..client.controller import Controller
 from ..client.random_ops import draw_key
-from ..client.values import Value, next_value_id
+from ..client.values import Root, Value, next_value_id
 from ..engine import protocol
 from ..program.compose import Command
 from ..program.ir import Op, Program, Slot
 from ..sharding.spec import Spec, mesh_id
 from .plain import PLAIN, UNSEEN, Node, Tape
+from .reads import Read, decides
 
 _READS = {
     protocol.GET: "a value is read",
@@ -99,6 +100,11 @@ class Recorder:
         self._forward: OrderedDict[int, Any] = OrderedDict()
         self._mode = _Functions(self)
         self._pauses = False
+        #: Numbers that Python has read.
+        self.reads: list[Read] = []
+        #: The roots of tensors outside, with their generations before the call.
+        self.roots: list[tuple[Root, int]] = []
+        self._reads = False
 
     def __enter__(self) -> Recorder:  # noqa: PYI034 - typing has no Self in Python 3.10
         watch.recorders[get_ident()] = self
@@ -137,7 +143,7 @@ class Recorder:
         if kind < protocol.FIRST_PROGRAM:
             if kind == protocol.FREE:
                 self.freed.update(command[1:])
-            elif kind in _READS:
+            elif kind in _READS and not self._reads:
                 self.refuse(_READS[kind])
             elif kind == protocol.DEFAULT_DTYPE:
                 self.refuse("the default dtype is changed")
@@ -163,6 +169,23 @@ class Recorder:
             return self._forward.get(forward, line)
         self._forward[torch_internals.last_autograd_node()] = line
         return line
+
+    def read(self, tensor: Any) -> Any:
+        """Python reads the only number of a tensor."""
+        tensor = values_out.readable(tensor)
+        self._reads = True
+        try:
+            found = tensor.to_torch().item()
+        finally:
+            self._reads = False
+        read = Read(tensor._value.id, tensor._spec, found, len(self.commands), lines.here())
+        if self._forward_recorder is not None or self.section is not None or not decides(found):
+            self.refuse(_READS[protocol.GET])
+        elif any(root.generation != generation for root, generation in self.roots):
+            self.refuse("a value is read after something outside has been written in place")
+        self.reads.append(read)
+        self.items.append(read)
+        return found
 
     def drawn(self, before: torch.Tensor) -> None:
         """Random numbers were drawn, from the state ``before`` on: a later call draws them from where the last ones ended."""

@@ -12,7 +12,18 @@ from ..sharding import checks
 from ..sharding.layout import stride_order
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import attention, handles, host, packed, packed_shards, products, random_ops, redistribute, torch_internals
+from . import (
+    attention,
+    handles,
+    host,
+    packed,
+    packed_shards,
+    products,
+    random_ops,
+    redistribute,
+    torch_internals,
+    watch,
+)
 from .handles import tensors_in, wrap_view
 
 aten = torch.ops.aten
@@ -140,6 +151,9 @@ def as_strided(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def item(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    recorder = watch.recorder()
+    if recorder is not None and args[0]._spec is not None:
+        return recorder.read(args[0])
     return args[0].to_torch().item()
 
 

@@ -21,16 +21,23 @@ def fetch(tensor: Tensor) -> TensorFuture:
         future = TensorFuture()
         future._set(tensor._host.plain.detach().clone())
         return future
-    # Past torch's dispatcher: the first op of a subclass that it sees makes it import torch.distributed.tensor (2.13), half a second.
     spec = tensor._spec
-    if spec.has_partial or spec.has_packed:
-        tensor = redistribute.move(tensor, spec.with_placements(boxed(spec.placements)), "read")
+    tensor = readable(tensor)
     controller = runtime.controller()
     with controller.lock:
         aliasing.refresh(controller, tensor._value)
         future = controller.get(tensor._value, tensor._spec)
     controller.carried(spec.nbytes)
     return future
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """A placed tensor as it can be read: without pending sums and packed dims."""
+    # Past torch's dispatcher: the first op of a subclass that it sees makes it import torch.distributed.tensor (2.13), half a second.
+    spec = tensor._spec
+    if spec.has_partial or spec.has_packed:
+        return redistribute.move(tensor, spec.with_placements(boxed(spec.placements)), "read")
+    return tensor
 
 
 def plain_data(data: Any) -> Any:

@@ -34,17 +34,20 @@ def silently(function: Any, *args: Any) -> Any:
         return function(*args)
 
 
-def test_a_value_read_inside() -> None:
+def test_a_tensor_printed_inside_is_printed_at_every_call(capsys: pytest.CaptureFixture[str]) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 10:
-            return x - 1
+        print(x.sum(), x)
         return x + 1
 
     compiled = dtorch.compile(function)
-    with pytest.warns(UserWarning, match=r"op by op: a value is read, at .*test_contract.py:\d+: if x.sum\(\) > 10"):
-        close(compiled(placed(X)), function(X))
-    for step in range(3):
-        close(silently(compiled, placed(X + step)), function(X + step))
+    with pytest.warns(
+        UserWarning, match=r"op by op: a value is read, at .*test_contract.py:\d+: print\(x.sum\(\), x\)"
+    ):
+        close(compiled(placed(X)), X + 1)
+    for _ in range(2):
+        capsys.readouterr()
+        close(silently(compiled, placed(X + 4)), X + 5)
+        assert "tensor" in capsys.readouterr().out
 
 
 def test_data_dependent_shapes() -> None:
