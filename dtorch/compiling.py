@@ -112,7 +112,7 @@ class Compiled:
         key = arguments.key
         if key in self._eager:
             return self.function(*args, **kwargs)
-        known = self._found.get(key, ())
+        known: Any = self._found.get(key, ())
         if not self.verify:
             found: tuple[Any, ...] = ()
             for captured in known:
