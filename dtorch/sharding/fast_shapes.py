@@ -16,6 +16,7 @@ import torch
 
 from .rules.pointwise import NOT_POINTWISE
 from .spec import contiguous_stride
+from .strides import iterated
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 Outputs = tuple[Meta | None, ...]
@@ -24,6 +25,21 @@ REFUSED: Outputs = (None, None, None, None, None, None, None)
 Formula = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], Outputs | None]
 
 aten = torch.ops.aten
+
+#: Pointwise ops whose results have other strides than `iterated` says: what is no one iterator's.
+NOT_ITERATED = frozenset(
+    {
+        aten.conj_physical.default,
+        aten.ldexp.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.mvlgamma.default,
+        aten.positive.default,
+        aten.threshold_backward.default,
+    }
+)
+#: And those whose results are contiguous whatever the operand is; their meta kernels say otherwise (torch 2.13).
+CONTIGUOUS = frozenset({aten.pow.Scalar, aten.float_power.Scalar})
 
 FORMULAS: dict[Any, Formula | None] = {}
 _DTYPES: dict[Any, tuple[torch.dtype, ...] | None] = {}
@@ -133,12 +149,17 @@ def pointwise(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     dtypes = _dtypes(tuple(key), op, [_tiny(a) for a in args], {k: _tiny(v) for k, v in kwargs.items()})
     if dtypes is None:
         return REFUSED
-    if plain:
+    if plain or op in CONTIGUOUS:
         return ((shape, contiguous_stride(shape), dtypes[0]),)
-    from .shapes import by_meta
+    operands = [(tuple(v.shape), v.stride) for v in (*args, *kwargs.values()) if hasattr(v, "stride")]
+    if op in NOT_ITERATED or any(
+        step == 0 and n > 1 for own, stride in operands for n, step in zip(own, stride, strict=True)
+    ):
+        from .shapes import by_meta
 
-    found = by_meta(op, args, kwargs)[0]
-    return ((found[0], found[1], dtypes[0]),)  # type: ignore[index]
+        found = by_meta(op, args, kwargs)[0]
+        return ((found[0], found[1], dtypes[0]),)  # type: ignore[index]
+    return ((shape, iterated(shape, operands), dtypes[0]),)
 
 
 def _tiny(value: Any) -> Any:
@@ -251,29 +272,6 @@ def addmm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     if len(bias.shape) > 2 or broadcast([tuple(bias.shape), out]) != out:
         return REFUSED
     return ((out, contiguous_stride(out), a.dtype),)
-
-
-@formula(aten.cat.default)
-def cat(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
-    tensors = args[0]
-    first = tensors[0] if tensors else None
-    if first is None or not first.shape:
-        return None
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    ndim = len(first.shape)
-    if not -ndim <= dim < ndim:
-        return None
-    dim %= ndim
-    total = 0
-    for t in tensors:
-        s = t.shape
-        if t.dtype != first.dtype or len(s) != ndim or not _contiguous(t):
-            return None
-        if s[:dim] != first.shape[:dim] or s[dim + 1 :] != first.shape[dim + 1 :]:
-            return None
-        total += s[dim]
-    out = (*first.shape[:dim], total, *first.shape[dim + 1 :])
-    return ((out, contiguous_stride(out), first.dtype),)
 
 
 @formula(aten.stack.default)

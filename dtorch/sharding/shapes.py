@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from . import fast_products, fast_views  # noqa: F401 - they register their formulas
 from .fast_shapes import REFUSED, Meta, formula_of
+from .strides import is_channels_last
 
 
 class DataDependent(Exception):
@@ -162,9 +164,9 @@ def _run_on(
 
 def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     """What torch's meta kernels say, or its fake tensors where an op has none or one for CUDA."""
-    if op in ASK_WHICH_DEVICE or (op is aten.convolution.default and any(map(_is_channels_last, args[:2]))):
+    if op in ASK_WHICH_DEVICE or (op is aten.convolution.default and any(map(is_channels_last, args[:2]))):
         return _by_fake(op, args, kwargs)
-    if op in KEEP_CHANNELS_LAST and _is_channels_last(args[0]):
+    if op in KEEP_CHANNELS_LAST and is_channels_last(args[0]):
         (found,) = _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
         like = torch.empty(found[0], device="meta", memory_format=torch.channels_last)  # type: ignore[index]
         return ((*found[:1], like.stride(), *found[2:]),)  # type: ignore[index]
@@ -178,19 +180,6 @@ def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         if "cannot be called on meta tensors" in str(error):
             raise DataDependent(str(op)) from error
         raise
-
-
-def _is_channels_last(value: Any) -> bool:
-    """As c10's is_channels_last_strides_2d and _3d: an order that could be either is contiguous."""
-    if len(value.shape) not in (4, 5) or value.stride[1] == 0:
-        return False
-    least = 0
-    for dim in (1, *range(len(value.shape) - 1, 1, -1), 0):
-        size, stride = value.shape[dim], value.stride[dim]
-        if size == 0 or stride < least or (dim == 0 and least == value.stride[1]):
-            return False
-        least = stride * size
-    return True
 
 
 def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
