@@ -71,6 +71,23 @@ def _hugging_face() -> list[Row]:
     )
     model = dtorch.distribute_module(transformers.LlamaForCausalLM(config).eval(), MESH, "auto")
     ids = dtorch.from_torch(torch.randint(64, (1, 8)), MESH)
+
+    def decoder(wrap: Any) -> Any:
+        """A function that makes one token after the other, with a static cache."""
+        cache = transformers.StaticCache(config=config, max_cache_len=256)
+
+        def step(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = model(input_ids=tokens, past_key_values=cache, position_ids=positions).logits
+            return logits[:, -1].argmax(-1, keepdim=True), positions + 1
+
+        step = wrap(step)
+        state = [ids[:, :1], dtorch.from_torch(torch.zeros(1, 1, dtype=torch.int64), MESH)]
+
+        def token() -> None:
+            state[:] = step(*state)
+
+        return token
+
     compiled = dtorch.compile(model)
     with torch.no_grad():
         for _ in range(3):
@@ -78,7 +95,10 @@ def _hugging_face() -> list[Row]:
         seconds = rounds(
             {"captured": lambda: compiled(input_ids=ids, use_cache=False)}, calls=10, between=dtorch.synchronize
         )
-    return [row("Hugging Face Llama forward, captured", seconds["captured"], bound="at most 100")]
+        decoding = _contestants(
+            "Hugging Face Llama, a token with a static cache", decoder(lambda step: step), decoder(dtorch.compile)
+        )
+    return [row("Hugging Face Llama forward, captured", seconds["captured"], bound="at most 100"), *decoding]
 
 
 def _guards() -> list[Row]:

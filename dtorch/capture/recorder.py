@@ -66,7 +66,7 @@ class Put:
     spare: Value
 
     def run(self, call: Any) -> None:
-        call.values[self.id] = runtime.controller().put(call.plain(self.node), self.spec)
+        call.values[self.id] = runtime.controller().put(call.plain(self.node), self.spec, alone=False)
 
 
 class Recorder:

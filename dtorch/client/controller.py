@@ -155,6 +155,17 @@ class Controller:
             self.flush()
 
     @interrupts.critical
+    def _queue(self, command: list, name: str) -> None:
+        """`issue` a command that goes out with the next, and that nobody records. The caller holds the lock."""
+        if self.lost is not None or self.closed or self.pid != _pid:
+            raise self._unusable()
+        self.history.note(self.sequence, name, 3)
+        for observe in observers:
+            observe(self, command, name, self.sequence)
+        self.sequence += 1
+        self.outbox.append(command)
+
+    @interrupts.critical
     def flush(self) -> None:
         """Send what is queued, and what has died. The caller holds the lock."""
         if FREED:
@@ -309,20 +320,19 @@ class Controller:
 
     # -- values in and out --------------------------------------------------------------------------------------------
 
-    def put(self, tensor: torch.Tensor, spec: Spec) -> Value:
-        """Place a whole plain tensor. It is copied before this returns."""
+    def put(self, tensor: torch.Tensor, spec: Spec, *, alone: bool = True) -> Value:
+        """Place a whole plain tensor. It is copied before this returns. Not ``alone``: it may go out with the next command."""
         if self.lost is not None:
             raise self._unusable()
         mesh = self.mesh(spec.mesh)
         source = tensor
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
+        issue = self.issue if alone else self._queue
         with self.lock:
             value = Value(next_value_id())
             placements = encode(spec.placements)
-            self.issue(
-                [protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put"
-            )
+            issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put")
         recorder = watch.recorder()
         if recorder is not None:
             recorder.put(source, value, spec)

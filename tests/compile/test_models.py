@@ -119,6 +119,31 @@ def test_decoding_with_a_static_cache() -> None:
     assert torch.equal(*found)
 
 
+def test_choosing_tokens_on_the_mesh_with_a_static_cache() -> None:
+    """As ``generate`` does, with nothing read: one message a token from the second on, and the positions are the cache's own."""
+    transformers = pytest.importorskip("transformers")
+    model, plain = hf_model("Llama")
+    found = []
+    for module in (model, plain):
+        cache = transformers.StaticCache(config=module.config, max_cache_len=24)
+
+        def step(tokens: Any, positions: Any, module: Any = module, cache: Any = cache) -> Any:
+            logits = module(input_ids=tokens, past_key_values=cache, position_ids=positions).logits
+            return logits[:, -1].argmax(-1, keepdim=True), positions[:, -1:] + 1
+
+        tokens, positions, step_or_captured, chosen = IDS, torch.arange(8)[None], step, []
+        if module is model:
+            tokens, positions = (dtorch.from_torch(t, MESH) for t in (tokens, positions))
+            step_or_captured = dtorch.compile(step)
+        with torch.no_grad():
+            for at in range(10):
+                (tokens, positions), count = runs(step_or_captured, tokens, positions)
+                assert at < 2 or count <= 1
+                chosen.append(tokens)
+        found.append([t.to_torch() if module is model else t for t in chosen])
+    assert torch.equal(torch.cat(found[0], 1), torch.cat(found[1], 1))
+
+
 @pytest.fixture
 def llama(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "llama"))
