@@ -127,6 +127,28 @@ def _llama() -> Compared:
     return Compared(step, [dtorch.from_torch(torch.randint(64, (4, 8)), model.head.weight.device_mesh)], "reuse")
 
 
+def _scatter() -> list[Row]:
+    addends = _sharded(2, 3072, 3072)
+
+    def whole(x: Any) -> Any:
+        return x.sum(0).redistribute(placements=[Replicate()])
+
+    def parts(x: Any) -> Any:
+        return (nn.functional.gelu(whole(x)) * 2).redistribute(placements=[Shard(0)])
+
+    def gathered(x: Any) -> Any:
+        x = whole(x)
+        return torch.softmax(nn.functional.gelu(x) * x, 0)
+
+    enough, needed = Compared(parts, [addends], "scatter"), Compared(gathered, [addends], "scatter")
+    return [
+        enough.speed("reduce-scatter, shards are enough"),
+        *enough.collectives("reduce-scatter, shards are enough"),
+        needed.speed("reduce-scatter and all-gather"),
+        *needed.collectives("reduce-scatter and all-gather"),
+    ]
+
+
 def _buckets() -> list[Row]:
     compared = Compared(*_training(), "buckets")
     return [compared.speed("buckets, data-parallel training"), *compared.collectives("buckets, data-parallel training")]
@@ -185,6 +207,6 @@ def _status(pid: int, name: str) -> int:
 def run() -> list[Row]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = [*_reuse(), *_buckets(), *_dead(), *_free()]
+    rows = [*_reuse(), *_scatter(), *_buckets(), *_dead(), *_free()]
     dtorch.shutdown()
     return rows

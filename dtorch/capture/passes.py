@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..client import runtime
 from ..program.buckets import bucket
 from ..program.dead import drop_dead
 from ..program.reuse import reuse
 from ..program.rewrite import Pass
+from ..program.scatter import scatter
 
 PASSES: dict[str, Pass] = {
     "dead": drop_dead,
     "reuse": reuse,
+    "scatter": lambda program: scatter(program, runtime.controller().meshes.__getitem__),
     "buckets": bucket,
 }
 
