@@ -14,7 +14,7 @@ from ..client import dispatch, fresh, host, redistribute, runtime
 from ..client.interrupts import critical
 from ..client.leaves import Leaf
 from ..client.random_ops import draw_key
-from ..client.values import Value, next_value_id
+from ..client.values import Value, new_value
 from ..placement import settled
 from ..program.compose import Segment, compose
 from ..sharding.spec import Spec
@@ -194,7 +194,7 @@ def _issue(backward: Backward, state: _State, given: list[Any], numbers: list[An
     for one in (*[g._value for g in given], *backward.constants):
         ids[start] = one.id
         start -= 1
-    values = [Value(next_value_id()) for segment in backward.segments for _ in segment.outputs]
+    values = [new_value() for segment in backward.segments for _ in segment.outputs]
     for value in values:
         ids[start] = value.id
         start -= 1

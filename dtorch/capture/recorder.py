@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..client import lines, runtime, torch_internals, values_out, watch
 from ..client.controller import Controller
 from ..client.random_ops import draw_key
-from ..client.values import Root, Value, next_value_id
+from ..client.values import Root, Value, new_value, next_value_id
 from ..engine import protocol
 from ..program.compose import Command
 from ..program.ir import Op, Program, Slot
@@ -217,7 +217,7 @@ class Recorder:
         controller = self.controller
         with controller.lock:
             program = controller.define(copying(mesh_id(spec.mesh)))
-            spare = Value(next_value_id())
+            spare = new_value()
             self._pauses = True  # no part of what is recorded
             controller.issue([program, value.id, spare.id])
             self._pauses = False

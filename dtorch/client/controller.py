@@ -12,8 +12,9 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -31,8 +32,9 @@ from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.spec import Spec, intern_mesh, mesh_id
 from . import interrupts, lines, watch
 from .failures import Failures
+from .idle import IdleTimer, seconds
 from .replies import Collect, Gather, Waiting
-from .values import FREED, Value, next_value_id
+from .values import FREED, Value, new_value, next_value_id
 
 log = logging.getLogger("dtorch")
 
@@ -51,11 +53,11 @@ LARGE_BYTES = 256 * 1024
 #: and again. A send wakes a thread and every worker and costs what ten ops cost, so a loop of ops too small to keep the workers
 #: busy is sent a hundred at a time; the first op after a pause or a read goes out at once, and those after it soon.
 FIRST_INTERVAL = 0.0001
-LAST_INTERVAL = 0.001
-#: Seconds after which queued commands are sent though nobody waits for them and nothing else is issued.
-IDLE_FLUSH = 0.001
-#: Seconds without commands after which the idle flusher stops looking.
-QUIET = 0.05
+LAST_INTERVAL = 0.0016
+#: Seconds after the last batch when queued commands are sent though nobody waits for them and nothing else is issued.
+IDLE_FLUSH = seconds(0.002)
+#: Seconds between two looks for values that die while nothing is issued.
+IDLE_FREE = seconds(0.2)
 
 
 #: Called with (controller, command, name, sequence) for each command that has a name, while somebody looks.
@@ -67,14 +69,17 @@ traced = False
 #: This process. `os.getpid` is a system call, and every command checks that it is not issued by a forked child.
 _pid = os.getpid()
 
-
 _forked = False
+
+_controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     global _pid, _forked
     _pid = os.getpid()
     _forked = True
+    for controller in _controllers:
+        controller.usable = False
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -101,6 +106,8 @@ class Controller:
         #: Somebody has been told of the loss.
         self.loss_told = False
         self.closed = False
+        #: Not lost, not closed, and of this process.
+        self.usable = True
         self.pid = _pid
         #: Values before this one are of an earlier cluster, or of the process that this one was forked from.
         self.floor = next_value_id()
@@ -111,11 +118,12 @@ class Controller:
         self.history = lines.History()
         self._sent = 0.0
         self._interval = FIRST_INTERVAL
-        self._flusher_sleeps = True
-        self._wake = threading.Event()
+        #: Nothing was issued for a while: the next command is sent at once.
+        self._idle = True
+        self._timer: IdleTimer | None = None
         interrupts.install()
         self.engine: Engine = _make_engine(config, self)
-        self._flusher: threading.Thread | None = None
+        _controllers.add(self)
 
     # -- issuing ------------------------------------------------------------------------------------------------------
 
@@ -127,26 +135,27 @@ class Controller:
             name: what an error says it is.
             depth: how many frames up from `History.note` the user's line may be at the nearest.
         """
-        if self.lost is not None or self.closed or self.pid != _pid:
+        if not self.usable:
             raise self._unusable()
         outbox = self.outbox
         if len(FREED) > FREES:
             self.drain()
+        sequence = self.sequence
         if name is not None:
-            self.history.note(self.sequence, name, depth)
+            self.history.note(sequence, name, depth)
             if observers:
                 for observe in observers:
-                    observe(self, command, name, self.sequence)
+                    observe(self, command, name, sequence)
         if watch.recorders:
             recorder = watch.recorder()
             if recorder is not None:
-                recorder.take(self, command, name, self.sequence)
-        self.sequence += 1
+                recorder.take(self, command, name, sequence)
+        self.sequence = sequence + 1
         outbox.append(command)
         if len(outbox) >= BATCH:
             self.flush()
-        elif self._flusher_sleeps:
-            self._wake_flusher()
+        elif self._idle:
+            self._idle = False
             self._interval = FIRST_INTERVAL
             self.flush()
         elif perf_counter() - self._sent > self._interval and not self.engine.behind():
@@ -177,6 +186,7 @@ class Controller:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("send from %d: %s", self.sequence - len(batch), lines.shortened(batch))
             self.engine.send(batch)
+            self._watch_idleness()
 
     def ran(self, nbytes: int) -> None:
         """Take note of an op that was issued, and of the bytes that its results take on a device. Called without the lock."""
@@ -211,45 +221,37 @@ class Controller:
     @interrupts.critical
     def drain(self) -> None:
         """Queue the frees of values that have died. The caller holds the lock."""
-        ids = []
-        while FREED:
-            ids.append(FREED.popleft())
+        take = FREED.popleft
+        ids = [take() for _ in range(len(FREED))]
         for recorder in list(watch.recorders.values()):
             recorder.freed.update(ids)
         self.outbox.append([protocol.FREE, *ids])
         self.sequence += 1
 
-    def _wake_flusher(self) -> None:
-        """Have the idle flusher send what is queued, though Python may do something else for a minute."""
-        self._flusher_sleeps = False
-        if self._flusher is None:
-            self._flusher = threading.Thread(target=self._flush_when_idle, name="dtorch-flush", daemon=True)
-            self._flusher.start()
-        self._wake.set()
+    def _watch_idleness(self) -> None:
+        """Something was sent just now: note if nothing follows."""
+        if self._timer is None:
+            if sys.platform != "linux":  # where there is only simulation
+                self._idle = True
+                return
+            self._timer = IdleTimer(self._when_idle)
+        self._timer.restart(IDLE_FLUSH)
 
-    def _flush_when_idle(self) -> None:
-        """Look every `IDLE_FLUSH` while commands are issued, and now and then for values freed while Python is idle."""
-        quiet = 0.0
-        while not self.closed and self.lost is None:
-            if quiet >= QUIET:
-                self._flusher_sleeps = True
-                if not self.outbox:  # who issued before it was set has woken nobody
-                    self._wake.wait(0.2)
-                self._wake.clear()
-                quiet = 0.0
-            sleep(IDLE_FLUSH)
-            if perf_counter() - self._sent < IDLE_FLUSH:
-                quiet = 0.0
-                continue
-            quiet += IDLE_FLUSH
+    def _when_idle(self) -> bool:
+        """Send what is queued, though Python may do something else for a minute."""
+        with self.lock:
+            if not self.usable:
+                return False
+            self._idle = not self.outbox
             if self.outbox or FREED:
-                with self.lock:
-                    if not self.closed and self.lost is None:
-                        try:
-                            self.flush()
-                        except Exception as error:
-                            # Nobody else would hear of it, and whoever waits would wait for ever.
-                            self.on_lost(WorkerLost(f"commands could not be sent: {error!r}"))
+                try:
+                    self.flush()
+                except Exception as error:
+                    # Nobody else would hear of it, and whoever waits would wait for ever.
+                    self.on_lost(WorkerLost(f"commands could not be sent: {error!r}"))
+            if self._timer is not None and self._idle:
+                self._timer.restart(IDLE_FREE)
+        return True
 
     def _unusable(self) -> Exception:
         if self.pid != _pid:
@@ -330,7 +332,7 @@ class Controller:
         blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
         issue = self.issue if alone else self._queue
         with self.lock:
-            value = Value(next_value_id())
+            value = new_value()
             placements = encode(spec.placements)
             issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put")
         recorder = watch.recorder()
@@ -462,6 +464,7 @@ class Controller:
         if self.closed:
             return
         self.lost = error
+        self.usable = False
         pending = [*self.waiting.values(), *self.failures.orphans()]
         self.waiting.clear()
         for waiting in pending:
@@ -473,9 +476,11 @@ class Controller:
         if self.closed:
             return
         self.closed = True
+        self.usable = False
         interrupts.uninstall()
-        self._wake.set()
         if self.pid == _pid:
+            if self._timer is not None:
+                self._timer.stop()
             self.engine.close()
         error = WorkerLost("the cluster was shut down while a value was being waited for")
         for waiting in list(self.waiting.values()):

@@ -25,10 +25,11 @@ from ..sharding.strategy import Call, TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, issuing, kept, lines, runtime
 from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
+from .handles import describe as describe_handle
 from .handles import tensors_in, wrap, wrap_view
 from .interrupts import critical
-from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
-from .values import FREED, Value, next_value_id
+from .torch_internals import make_wrapper
+from .values import FREED, new_value, next_value_id
 
 log = logging.getLogger("dtorch")
 
@@ -101,9 +102,46 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
 
 def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | None = None) -> Any:
     """Run an op that needs no special way; ``choice``: where, if that is known."""
+    tensors: Sequence[Tensor]
+    numbers: Sequence[Any]
+    key: tuple | None = None
+    if len(args) == 2 and not kwargs and type(args[0]) is Tensor and type(args[1]) is Tensor:
+        tensors, numbers = args, ()
+        one, other = args[0]._spec, args[1]._spec
+        if one is not None and other is not None:
+            key = (info, one, other)
+    else:
+        tensors, numbers = [], []
+        key = key_of(info, args, kwargs, tensors, numbers)
+    if key is None:
+        return place_and_call(info, args, kwargs)
+    controller = runtime._controller
+    if controller is None:
+        controller = runtime.controller()
+    if get_default_dtype() is not controller.default_dtype:
+        forget_plans()
+        controller.follow_default_dtype()
+    plan = _PLANS.get(key)
+    if plan is None:
+        try:
+            plan = make_plan(info, args, kwargs, tensors, controller, choice)
+        except shapes.DataDependent:
+            return call_gathered(info, args, kwargs, tensors, numbers, controller)
+        except MeshMismatch as error:
+            if info.is_foreach:  # an optimizer's, of a model whose stages have meshes of their own
+                return _one_by_one(info, args, kwargs)
+            raise lines.with_line(error) from None
+        _remember(_PLANS, key, plan)
+    if plan.is_simple:
+        return execute_simple(info, plan, tensors, numbers, controller)
+    return execute(info, plan, args, kwargs, tensors, numbers, controller)
+
+
+def key_of(
+    info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[Any]
+) -> tuple | None:
+    """All that the plan of a call depends on, its tensors and numbers appended; None if a tensor is not placed."""
     key: list[Any] = [info]
-    tensors: list[Tensor] = []
-    numbers: list[Any] = []
     try:
         for value, is_number in zip(args, info.positions_of_numbers):  # noqa: B905 - the schema may be longer
             kind = type(value)
@@ -126,28 +164,8 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
             key.append(name)
             key.append(collect(value, info.by_name[name].is_number, tensors, numbers))
     except _Slow:
-        return place_and_call(info, args, kwargs)
-    controller = runtime._controller
-    if controller is None:
-        controller = runtime.controller()
-    if get_default_dtype() is not controller.default_dtype:
-        forget_plans()
-        controller.follow_default_dtype()
-    cached = tuple(key)
-    plan = _PLANS.get(cached)
-    if plan is None:
-        try:
-            plan = make_plan(info, args, kwargs, tensors, controller, choice)
-        except shapes.DataDependent:
-            return call_gathered(info, args, kwargs, tensors, numbers, controller)
-        except MeshMismatch as error:
-            if info.is_foreach:  # an optimizer's, of a model whose stages have meshes of their own
-                return _one_by_one(info, args, kwargs)
-            raise lines.with_line(error) from None
-        _remember(_PLANS, cached, plan)
-    if plan.is_simple:
-        return execute_simple(info, plan, tensors, numbers, controller)
-    return execute(info, plan, args, kwargs, tensors, numbers, controller)
+        return None
+    return tuple(key)
 
 
 def collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[Any]) -> Any:
@@ -268,29 +286,30 @@ def execute(
     plan: Plan | Choice,
     args: Any,
     kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    numbers: list[Any],
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
     controller: Controller,
 ) -> Any:
     """Queue one run of a plan and wrap what it returns."""
-    several = len(plan.writes) > 1 and isinstance(args[0], (list, tuple)) and len(args[0]) > 1
-    if several and aliasing.interfere(plan, tensors):
-        return _one_by_one(info, args, kwargs)
-    if type(plan) is Choice:
-        whole = kept.summed_before(plan, tensors, controller)
-        if whole is not None:
-            return call(info, *_with_tensors(args, kwargs, whole))
-    completed = completions(plan) if type(plan) is Choice else plan.completed
-    if plan.moves or completed:
-        moves = (*plan.moves, *completed)
-        tell(info.name, [t._spec for t in tensors], moves, plan.decision.gathered, plan.call)
-    if type(plan) is Choice:
-        copies = kept.brought(plan, tensors, info.name, controller)
-        if copies is not None:
-            return call(info, *_with_tensors(args, kwargs, copies), plan)
-        if plan.plan is None:
-            plan.plan = written_plan(plan, [t._spec for t in tensors], controller)
-        plan = plan.plan
+    if not plan.is_direct:
+        several = len(plan.writes) > 1 and isinstance(args[0], (list, tuple)) and len(args[0]) > 1
+        if several and aliasing.interfere(plan, tensors):
+            return _one_by_one(info, args, kwargs)
+        if type(plan) is Choice:
+            whole = kept.summed_before(plan, tensors, controller)
+            if whole is not None:
+                return call(info, *_with_tensors(args, kwargs, whole))
+        completed = completions(plan) if type(plan) is Choice else plan.completed
+        if plan.moves or completed:
+            moves = (*plan.moves, *completed)
+            tell(info.name, [t._spec for t in tensors], moves, plan.decision.gathered, plan.call)
+        if type(plan) is Choice:
+            copies = kept.brought(plan, tensors, info.name, controller)
+            if copies is not None:
+                return call(info, *_with_tensors(args, kwargs, copies), plan)
+            if plan.plan is None:
+                plan.plan = written_plan(plan, [t._spec for t in tensors], controller)
+            plan = plan.plan
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
@@ -312,37 +331,38 @@ def _queue(
     plan: Plan,
     args: Any,
     kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    numbers: list[Any],
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
     controller: Controller,
 ) -> list[Any]:
     """Queue the command and bring writes to their aliases; the results."""
     with controller.lock:
         command = [plan.program_id]
+        floor = controller.floor
         for tensor in tensors:
             value = tensor._value
-            if value.id < controller.floor:
+            if value.id < floor:
                 raise controller.foreign()
             if value.copy is not None:
                 aliasing.refresh(controller, value)
             command.append(value.id)
         results: list[Any] = []
         returned = info.returned_inputs
-        for i, spec in enumerate(plan.outputs):
-            alias = plan.aliases[i]
+        for i, (spec, alias) in enumerate(zip(plan.outputs, plan.aliases, strict=True)):
             if i in returned:
                 results.append(None if alias is None else tensors[alias])
             elif spec is None:
                 results.append(None)
+            elif alias is None:
+                value = new_value()
+                command.append(value.id)
+                results.append(wrap(spec, value))
             else:
-                number = next_value_id()
-                command.append(number)
-                if alias is None:
-                    results.append(wrap(spec, Value(number)))
-                else:
-                    fresh = aliasing.view_value(number, spec, plan, i, info, tensors[alias], args, kwargs)
-                    results.append(wrap_view(spec, fresh, tensors[alias]))
-        command += numbers
+                value = aliasing.view_value(next_value_id(), spec, plan, i, info, tensors[alias], args, kwargs)
+                command.append(value.id)
+                results.append(wrap_view(spec, value, tensors[alias]))
+        if numbers:
+            command += numbers
         command += plan.operands
         controller.issue(command, info.name)
         for i in plan.writes:
@@ -365,13 +385,13 @@ def _one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> list[Any] 
 
 
 def execute_simple(
-    info: CallInfo, plan: Plan, tensors: list[Tensor], numbers: list[Any], controller: Controller
+    info: CallInfo, plan: Plan, tensors: Sequence[Tensor], numbers: Sequence[Any], controller: Controller
 ) -> Tensor:
     """`execute` for the common kind of op: one fresh result, nothing written."""
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
-    result_value = Value(next_value_id())
+    made = new_value()
     command = [plan.program_id]
     floor = controller.floor
     with controller.lock:
@@ -382,18 +402,16 @@ def execute_simple(
             if value.copy is not None:
                 aliasing.refresh(controller, value)
             command.append(value.id)
-        command.append(result_value.id)
+        command.append(made.id)
         if numbers:
             command += numbers
         if plan.operands:
             command += plan.operands
         controller.issue(command, info.name, CALLER)
     spec = plan.outputs[0]
-    result = make_wrapper(
-        Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=CPU, _extra_dispatch_keys=HANDLE_KEYS
-    )
+    result = make_wrapper(*(spec.handle or describe_handle(spec)))
     result._spec = spec
-    result._value = result_value
+    result._value = made
     controller.bytes_ahead += plan.nbytes
     if not controller.sequence & 255 or controller.bytes_ahead > AHEAD_BYTES:
         controller.pressure()

@@ -9,7 +9,7 @@ import torch
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import torch_internals
-from .torch_internals import CPU, HANDLE_KEYS, make_wrapper
+from .torch_internals import make_wrapper
 from .values import Value
 
 #: Another object whenever a handle comes to refer to something else: what was known of handles may no longer hold.
@@ -27,12 +27,16 @@ torch_internals.tell_of_swaps(rebound)
 
 def wrap(spec: Spec, value: Value) -> Tensor:
     """A new handle."""
-    tensor = make_wrapper(
-        Tensor, spec.shape, spec.stride, dtype=spec.dtype, device=CPU, _extra_dispatch_keys=HANDLE_KEYS
-    )
+    tensor = make_wrapper(*(spec.handle or describe(spec)))
     tensor._spec = spec
     tensor._value = value
     return tensor
+
+
+def describe(spec: Spec) -> tuple:
+    """What `make_wrapper` makes handles of this spec with; the spec keeps it."""
+    spec.handle = torch_internals.wrapper_arguments(Tensor, spec.shape, spec.stride, spec.dtype)
+    return spec.handle
 
 
 def wrap_view(spec: Spec, value: Value, base: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from ..tensor import Tensor
 from . import aliasing
 from .controller import Controller
 from .interrupts import critical
-from .values import Value, next_value_id
+from .values import Value, new_value
 
 
 def run(
@@ -56,7 +56,7 @@ def queue(
             if tensor._value.id < controller.floor:
                 raise controller.foreign()
             aliasing.refresh(controller, tensor._value)
-        values = [Value(next_value_id()) for _ in range(results)]
+        values = [new_value() for _ in range(results)]
         controller.issue([program, *[t._value.id for t in tensors], *[v.id for v in values], *operands], name)
         for i in written:
             aliasing.written(controller, tensors[i]._value)

@@ -23,8 +23,17 @@ _INTERNAL = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
 
-#: Code of torch and dtorch, found so far: the frames to pass over.
-_internal: set[CodeType] = set()
+
+class _Files(dict[str, bool]):
+    """Whether a file of code is the user's: not torch's, nor ours."""
+
+    def __missing__(self, name: str) -> bool:
+        found = self[name] = not name.startswith(_INTERNAL)
+        return found
+
+
+#: A code's hash is that of all its names and constants; its file's name knows its own.
+_is_users = _Files()
 
 
 class History:
@@ -40,11 +49,9 @@ class History:
         frame: Any = sys._getframe(depth)
         while frame is not None:
             code = frame.f_code
-            if code not in _internal:
-                if not code.co_filename.startswith(_INTERNAL):
-                    self.entries[sequence % REMEMBERED] = (sequence, name, code, frame.f_lasti)
-                    return
-                _internal.add(code)
+            if _is_users[code.co_filename]:
+                self.entries[sequence % REMEMBERED] = (sequence, name, code, frame.f_lasti)
+                return
             frame = frame.f_back
         self.entries[sequence % REMEMBERED] = (sequence, name, None, 0)
 
@@ -71,10 +78,8 @@ def caller() -> Where | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code not in _internal:
-            if not code.co_filename.startswith(_INTERNAL):
-                return code, frame.f_lasti
-            _internal.add(code)
+        if _is_users[code.co_filename]:
+            return code, frame.f_lasti
         frame = frame.f_back
     return None
 

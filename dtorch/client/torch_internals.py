@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 _PRIVATE_USE = torch._C._autograd.DeviceType.PrivateUse1
 
-#: Handles without and with memory of their own.
+#: Handles without memory of their own, by `wrapper_arguments`, and with it.
 make_wrapper = torch.Tensor._make_wrapper_subclass
 make_subclass = torch.Tensor._make_subclass
 
@@ -405,6 +405,16 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 #: but torch asks the kernels of the last backend first, so an override of ours need not stand before those of plain tensors, where it
 #: would cost each plain call some microseconds of Python.
 HANDLE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3).add(torch._C.DispatchKey.AutocastCPU)
+
+
+def wrapper_arguments(cls: type, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> tuple:
+    """What makes a handle, for `make_wrapper`. All by position: looking for names takes as long as all the rest."""
+    offset = memory_format = policy = None
+    pin_memory = requires_grad = dispatch_device = dispatch_layout = False
+    return (
+        cls, shape, stride, offset, memory_format, dtype, torch.strided, CPU, pin_memory, requires_grad, policy, dispatch_device,
+        dispatch_layout, HANDLE_KEYS,
+    )  # fmt: skip
 
 
 def compose(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

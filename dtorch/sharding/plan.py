@@ -43,7 +43,7 @@ class Choice:
     moves: tuple[tuple[Spec, Spec], ...]
     #: The program for just these specs, once somebody wants it.
     plan: Plan | None = None
-    is_simple = False
+    is_simple = is_direct = False
 
     def at(self, specs: Sequence[Spec]) -> Choice:
         """The same choice for the same tensors under other placements."""
@@ -85,6 +85,8 @@ class Plan:
     names_shapes: bool = False
     #: One fresh result, nothing written, nothing moved.
     is_simple: bool = dataclasses.field(init=False)
+    #: Nothing moved or completed, and one tensor written at most.
+    is_direct: bool = dataclasses.field(init=False)
     #: See `completions`.
     completed: tuple[tuple[Spec, Spec], ...] = dataclasses.field(init=False)
 
@@ -93,6 +95,7 @@ class Plan:
         self.completed = completions(self)
         moved = self.moves or self.completed
         self.is_simple = fresh and self.structure == "tensor" and not self.writes and not moved
+        self.is_direct = not moved and len(self.writes) < 2
 
 
 class Builder:

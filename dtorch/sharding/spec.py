@@ -32,6 +32,7 @@ class Spec:
         "nbytes",
         "local_nbytes",
         "key",
+        "handle",
         "__weakref__",
     )
 
@@ -50,6 +51,8 @@ class Spec:
     nbytes: int
     #: The bytes that one device holds of it, about.
     local_nbytes: int
+    #: What the client makes handles with (`dtorch.client.handles`), or None as yet.
+    handle: tuple | None
 
     @staticmethod
     def of(
@@ -82,6 +85,7 @@ class Spec:
                 [n for n, placement in zip(mesh.shape, placements, strict=True) if is_split(placement)]
             )
             found.key = key
+            found.handle = None
             if found.has_packed:
                 _check_packed(found)
             found = _SPECS.setdefault(key, found)

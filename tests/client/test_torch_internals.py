@@ -30,7 +30,9 @@ seen: list[object] = []
 
 
 def handle(shape: tuple[int, ...] = (2, 3), stride: tuple[int, ...] = (3, 1)) -> torch.Tensor:
-    return torch_internals.make_wrapper(Handle, shape, stride, dtype=torch.float32, device=torch_internals.CPU)
+    return torch_internals.make_wrapper(
+        *torch_internals.wrapper_arguments(Handle, torch.Size(shape), stride, torch.float32)
+    )
 
 
 def placed() -> dtorch.Tensor:
@@ -42,7 +44,7 @@ def test_make_wrapper_subclass_has_metadata_and_no_memory() -> None:
     assert type(made) is Handle
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float32, "cpu")
     with pytest.raises(RuntimeError, match="data is not allocated"):
-        torch.tensor([torch_internals.make_wrapper(Handle, (), dtype=torch.float32, device=torch_internals.CPU)]).sum()
+        torch.tensor([handle((), ())]).sum()
 
 
 def test_wrappers_reach_torch_dispatch_below_autograd() -> None:
