@@ -25,7 +25,7 @@ from .pieces import Choices, Piece, device_at, holders, terms_of
 ONE_PHASE_BYTES = 4096
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Transfer:
     """One device's part of a transfer.
 
@@ -39,6 +39,8 @@ class Transfer:
         zeros: the pieces do not cover the result; the rest is zeros.
         reduce_op: one of `dtorch.placement.REDUCE_OPS`.
         source_type, target_type: of the devices, which says what carries the bytes.
+        is_all_reduce: every member of the group holds one of the addends and gets the whole reduction, so that each may reduce
+            a share of it and hand that to the others.
     """
 
     device: int
@@ -51,9 +53,19 @@ class Transfer:
     reduce_op: str
     source_type: str = "cpu"
     target_type: str = "cpu"
+    is_all_reduce: bool = False
+
+    @functools.cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The devices of whose tensors it takes pieces, in the order of the terms."""
+        return tuple(dict.fromkeys(piece.device for term in self.terms for piece in term))
 
     def received_bytes(self) -> int:
-        """The bytes that this device reads from others."""
+        """The bytes that others send to this device."""
+        if self.is_all_reduce:
+            assert self.shape is not None
+            share = -(-math.prod(self.shape) // len(self.group)) * self.dtype.itemsize
+            return 2 * (len(self.group) - 1) * share
         return self.dtype.itemsize * sum(
             math.prod(box_shape(piece.target)) for term in self.terms for piece in term if piece.device != self.device
         )
@@ -71,8 +83,9 @@ def steps(
 ) -> tuple[Transfer, ...]:
     """The transfers that ``device`` takes part in, one after the other; none if it is on neither mesh.
 
-    Usually one. Two where a Partial source goes to many replicas: reduced into shards first and then gathered, each byte
-    is sent about twice and not once to every replica of every addend.
+    Usually one. Two where a Partial source goes to many replicas, save by a plain all-reduce of cpu devices, which
+    `Transfer.is_all_reduce` describes: reduced into shards first and then gathered, each byte is sent about twice and not once
+    to every replica of every addend.
 
     Raises:
         ValueError: reductions of different kinds to be completed at once, or a pending reduction other than a sum made anew.
@@ -186,6 +199,15 @@ def _within(
         terms=terms,
         zeros=not keeps or any(is_shard(source[axis]) and is_partial(target[axis]) for axis in axes),
         reduce_op=reduce_op,
+        is_all_reduce=not local and _is_all_reduce(mesh, source, target),
+    )
+
+
+def _is_all_reduce(mesh: DeviceMesh, source: PlacementList, target: PlacementList) -> bool:
+    """Whether cpu devices add up all of what they hold, and nothing else changes."""
+    axes = _fibre_axes(mesh.shape, source, target)
+    return mesh.device_type == "cpu" and all(
+        is_partial(source[axis]) and not is_shard(target[axis]) and not is_partial(target[axis]) for axis in axes
     )
 
 
@@ -333,6 +355,8 @@ def _middle(
 ) -> PlacementList | None:
     """Placements on the source mesh to pass through, its addends reduced into shards; None if one phase is as good."""
     one_mesh = _same_grid(source_mesh, target_mesh)
+    if one_mesh and _is_all_reduce(source_mesh, source, target):
+        return None
     addends = [axis for axis, placement in enumerate(source) if is_partial(placement) and source_mesh.shape[axis] > 1]
     if one_mesh:
         addends = [axis for axis in addends if not (is_partial(target[axis]) or is_shard(target[axis]))]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..sharding.layout import Box
+from ..sharding.layout import Box, box_shape
 from ..sharding.pieces import Piece
 from ..sharding.transfer import Transfer
 
@@ -22,6 +23,9 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "or": torch.logical_or,
 }
 
+#: From about here on libc writes past the caches, and a copy takes 0.6 of torch's time (256 MB: 20 ms and 35 ms).
+_PAST_CACHES = 1 << 24
+
 
 def assemble(transfer: Transfer, read: Callable[[int], torch.Tensor], device: torch.device) -> torch.Tensor:
     """The result of ``transfer``, a fresh contiguous tensor; ``read(d)`` is device ``d``'s local source tensor.
@@ -29,15 +33,48 @@ def assemble(transfer: Transfer, read: Callable[[int], torch.Tensor], device: to
     Terms are reduced in order, element by element: which device does it, and in how many boxes, does not show in the bits.
     """
     terms = transfer.terms
-    if len(terms) == 1 or not terms:
+    if len(terms) < 2:
         return _put_together(transfer, terms[0] if terms else (), read, device)
-    combine, narrow = COMBINE[transfer.reduce_op], transfer.dtype in NARROW and transfer.reduce_op in ("sum", "product")
-    total = _put_together(transfer, terms[0], read, device)
-    if narrow:
-        total = total.float()
-    for term in terms[1:]:
-        combine(total, _addend(transfer, term, read, device), out=total)
-    return total.to(transfer.dtype)
+    addends = [_addend(transfer, term, read, device) for term in terms]
+    if not all(addend.is_contiguous() for addend in addends[:2]):
+        addends[0] = addends[0].clone(memory_format=torch.contiguous_format)
+        return combine_all(transfer.reduce_op, addends, addends[0])
+    return combine_all(transfer.reduce_op, addends)
+
+
+def combine_all(op: str, addends: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Two or more ``addends`` reduced in order, in ``out``, which may be one of them, or else fresh, strided as the first two."""
+    combine, dtype = COMBINE[op], addends[0].dtype
+    first, second, *rest = addends
+    if not rest:
+        # One operation is rounded once in any dtype.
+        return combine(first, second).to(dtype) if out is None else combine(first, second, out=out)
+    if dtype in NARROW and op in ("sum", "product"):
+        total = first.float()
+        combine(total, second, out=total)
+    else:
+        total = combine(first, second)
+    for addend in rest[:-1]:
+        combine(total, addend, out=total)
+    if out is not None and total.dtype is dtype:
+        return combine(total, rest[-1], out=out)
+    combine(total, rest[-1], out=total)
+    return total.to(dtype) if out is None else out.copy_(total)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` between cpu tensors of one shape; fast where they are large."""
+    nbytes = target.nbytes
+    if (
+        nbytes >= _PAST_CACHES
+        and target.dtype is source.dtype
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and not (source.is_conj() or source.is_neg() or source.is_cuda)
+    ):
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    else:
+        target.copy_(source)
 
 
 def _addend(
@@ -56,12 +93,14 @@ def _put_together(
     make = torch.zeros if transfer.zeros else torch.empty
     result = make(transfer.shape, dtype=transfer.dtype, device=device)
     for piece in term:
-        cut(result, piece.target).copy_(cut(read(piece.device), piece.source))
+        copy(cut(result, piece.target), cut(read(piece.device), piece.source))
     return result
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``tensor`` that is ``box``."""
+    if tensor.shape == box_shape(box):
+        return tensor
     for dim, (start, stop) in enumerate(box):
         if stop - start != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)

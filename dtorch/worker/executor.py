@@ -24,7 +24,8 @@ from ..raw import dtype_called, dtype_name, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.rearrange import Shift
 from ..sharding.transfer import Transfer
-from .assemble import cut
+from . import memory
+from .assemble import copy, cut
 from .bindings import Site, planner_of, shift_of
 from .damage import live_bytes, poison_aliases, storage_id, written_inputs
 from .lower import (
@@ -57,6 +58,8 @@ command's failure; the transfer that was yielded counts as made.
 
 #: Seconds between looks at the store for STATS' peak. A look costs about 0.3 us a value.
 PEAK_INTERVAL = 0.02
+#: Seconds between looks at how much of a worker's memory is free. A look costs some 0.3 us for each gap between tensors.
+TRIM_INTERVAL = 1.0
 
 
 class Blobs(Protocol):
@@ -125,6 +128,7 @@ class Executor:
         self._defined: dict[int, _Defined] = {}
         self._peak = 0
         self._next_look = 0.0
+        self._next_trim = 0.0
         self._tracer: Tracer | None = None
         self._commands: dict[int, Callable[[list], Any]] = {
             protocol.FREE: self._free,
@@ -300,11 +304,15 @@ class Executor:
         self._emit([protocol.POISONED, self.device, token, poison.origin])
 
     def _free(self, command: list) -> None:
-        if time.monotonic() > self._next_look:
+        now = time.monotonic()
+        if now > self._next_look:
             self._look()
         pop = self.values.pop
         for value in command[1:]:
             pop(value, None)
+        if now > self._next_trim:
+            memory.trim()
+            self._next_trim = now + TRIM_INTERVAL
 
     def _look(self) -> int:
         live = live_bytes(self.values)
@@ -350,7 +358,7 @@ class Executor:
         if any(is_partial(placement) and index for placement, index in zip(placements, coordinate, strict=True)):
             result.zero_()
         elif result.numel():
-            result.copy_(cut(self._blobs.blob(blob).view(dtype).view(shape), box))
+            copy(result, cut(self._blobs.blob(blob).view(dtype).view(shape), box))
         self.values[value] = result
 
     def _get(self, command: list) -> None:
@@ -376,7 +384,7 @@ class Executor:
             self._reply(token, to_bytes(tensor))
         else:
             if tensor.numel():
-                cut(self._blobs.landing(landing).view(tensor.dtype).view(shape), box).copy_(tensor)
+                copy(cut(self._blobs.landing(landing).view(tensor.dtype).view(shape), box), tensor)
             self._reply(token, None)
 
     def _describe(self, command: list) -> None:

@@ -16,6 +16,7 @@ from .comm.arena import CLIENT, Region
 from .comm.control import Control
 from .comm.process_groups import ProcessGroups
 from .executor import Executor, Steps
+from .memory import keep_freed
 
 
 class SharedBlobs:
@@ -60,6 +61,7 @@ def main(
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
+    keep_freed()
     channel = WorkerChannel(address, batch)
     events: list[list] = []
     control = Control(fd, devices)

@@ -161,10 +161,24 @@ def test_moves_no_more_than_needed(n, source, target, name, times):
     assert kind(*problem) == name
 
 
-def test_small_all_reduce_is_one_phase():
-    mesh, source, target = init_device_mesh("cpu", 4), PlacementList([P]), PlacementList([R])
-    assert len(steps(mesh, source, mesh, target, (8,), torch.float32, 0)) == 1
-    assert len(steps(mesh, source, mesh, target, (80, 80), torch.float32, 0)) == 2
+def test_an_all_reduce_is_one_phase_where_members_can_share_it_out():
+    """Of one mesh's cpu devices. Where anything else changes too, it is reduced into shards, which are then gathered."""
+    mesh, shape = init_device_mesh("cpu", 4), (80, 80)
+    (part,) = steps(mesh, PlacementList([P]), mesh, PlacementList([R]), shape, torch.float32, 0)
+    assert part.is_all_reduce
+    square = init_device_mesh("cpu", (2, 2))
+    (part,) = steps(square, PlacementList([P, S0]), square, PlacementList([R, S0]), shape, torch.float32, 3)
+    assert part.is_all_reduce
+    assert part.group == (1, 3)
+    for source, target in [([P], [S0]), ([S0], [R])]:
+        (part,) = steps(mesh, PlacementList(source), mesh, PlacementList(target), shape, torch.float32, 0)
+        assert not part.is_all_reduce
+    other = init_device_mesh("cpu", (2, 2))
+    two = steps(mesh, PlacementList([P]), other, PlacementList([R, R]), shape, torch.float32, 0)
+    assert len(two) == 2
+    assert not any(part.is_all_reduce for part in two)
+    (part,) = steps(mesh, PlacementList([P]), other, PlacementList([R, R]), (8,), torch.float32, 0)
+    assert not part.is_all_reduce
 
 
 def test_only_the_fibre_takes_part():

@@ -301,3 +301,70 @@ def test_any_number_of_dims(ndim: int) -> None:
         assert torch.equal(result, torch.full(shape, 3.0))
 
     run_forked([0, 1], work)
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_an_all_reduce_in_shares(members: int) -> None:
+    """Of several chunks, uneven shares, strided addends; what it gave is not touched by the next ones."""
+    mesh = DeviceMesh("cpu", list(range(members)))
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        held = []
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.uint8):
+            for op in ("sum", "max") if not dtype.is_complex else ("sum",):
+                for shape in ((1021, 1031), (313, 1024)):
+                    (step,) = steps(mesh, PlacementList([partial(op)]), mesh, PlacementList([R]), shape, dtype, device)
+                    assert step.is_all_reduce
+                    addends = [whole(shape, dtype, seed) for seed in range(members)]
+                    expected = addends[0].float() if dtype is torch.bfloat16 else addends[0]
+                    for addend in addends[1:]:
+                        expected = expected + addend if op == "sum" else torch.maximum(expected, addend)
+                    value = addends[device].t().contiguous().t() if shape[0] == 313 else addends[device]
+                    kept = value.clone()
+                    result = exchange(communicator, step, value)
+                    assert isinstance(result, torch.Tensor)
+                    assert result.is_contiguous()
+                    assert torch.equal(result, expected.to(dtype)), (dtype, op, shape)
+                    assert torch.equal(value, kept)
+                    held.append((result, expected.to(dtype)))
+        assert all(torch.equal(result, expected) for result, expected in held)
+        held.clear()
+        result = None
+        assert not communicator._arena._sizes  # all its blocks are free again
+
+    run_forked(list(range(members)), work)
+
+
+def test_poison_in_an_all_reduce_in_shares() -> None:
+    poison = Poison((1, 77))
+    shape = (1 << 18,)
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        (step,) = steps(LINE, PlacementList([PARTIAL]), LINE, PlacementList([R]), shape, torch.float32, device)
+        assert exchange(communicator, step, poison if device == 1 else torch.ones(shape)) == poison
+        assert torch.equal(exchange(communicator, step, torch.ones(shape)), torch.full(shape, 3.0))
+        if device == 2:
+            with pytest.raises(ValueError, match="planned"):
+                exchange(communicator, step, torch.ones(5))
+        else:
+            assert exchange(communicator, step, torch.ones(shape)) == Poison((2, 5))
+        assert torch.equal(exchange(communicator, step, torch.ones(shape)), torch.full(shape, 3.0))
+
+    run_forked([0, 1, 2], work)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("product", torch.float16), ("min", torch.int32), ("and", torch.bool)])
+def test_other_reductions(op: str, dtype: torch.dtype) -> None:
+    def work(device: int, communicator: SharedMemory) -> None:
+        for size in (40, 1 << 18):
+            (step,) = steps(LINE, PlacementList([partial(op)]), LINE, PlacementList([R]), (size,), dtype, device)
+            addends = [whole((size,), dtype, seed) for seed in range(3)]
+            first, second, third = addends
+            if op == "product":
+                expected = (first.float() * second * third).to(dtype)
+            else:
+                combine = torch.minimum if op == "min" else torch.logical_and
+                expected = combine(combine(first, second), third)
+            assert torch.equal(exchange(communicator, step, addends[device]), expected)
+
+    run_forked([0, 1, 2], work)

@@ -8,6 +8,8 @@ growth: an owner uses more of its region, a reader maps more of it.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import mmap
 import os
@@ -22,7 +24,7 @@ CLIENT = 1
 FIRST_DEVICE = 2
 
 _PAGE = 4096
-_FIRST_WINDOW = 1 << 26
+_FIRST_WINDOW = 1 << 30
 _KEPT_VIEWS = 1024
 _KEPT_BYTES = 1 << 29
 
@@ -63,6 +65,14 @@ class Region:
             self._views[key] = found
         return found
 
+    def buffer(self, kind: type[ctypes.Array], offset: int) -> ctypes.Array:
+        """A ``kind`` over the bytes at ``offset``; it keeps its mapping alive."""
+        end = offset + ctypes.sizeof(kind)
+        if end > self._mapped:
+            self._map(end)
+        assert self._window is not None
+        return kind.from_buffer(self._window, offset)
+
     def give_up(self, offset: int, nbytes: int) -> None:
         """Return the memory of these bytes to the system; they read as zeros then."""
         if self._window is not None:
@@ -87,6 +97,7 @@ class Arena:
         self.region = region
         self._free: dict[int, list[int]] = {}
         self._sizes: dict[int, int] = {}
+        self._users: dict[int, int] = {}
         self._end = 0
         self._idle = 0
 
@@ -105,8 +116,24 @@ class Arena:
         self._sizes[offset] = size
         return offset
 
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+        """A contiguous tensor in a block of its own, and the block's offset; the block is freed when the tensor's storage dies."""
+        count = math.prod(shape)
+        offset = self.allocate(count * dtype.itemsize)
+        lease = self.region.buffer(_lease_of(self._sizes[offset]), offset)
+        lease.free = functools.partial(self.free, offset)  # type: ignore[attr-defined]
+        return offset, torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+
+    def share(self, offset: int) -> None:
+        """One more `free` is needed for the block at ``offset``."""
+        self._users[offset] = self._users.get(offset, 1) + 1
+
     def free(self, offset: int) -> None:
         """Take back the block at ``offset``."""
+        users = self._users.pop(offset, 1)
+        if users > 1:
+            self._users[offset] = users - 1
+            return
         size = self._sizes.pop(offset)
         self._free.setdefault(size, []).append(offset)
         self._idle += size
@@ -115,3 +142,14 @@ class Arena:
                 for block in blocks:
                     self.region.give_up(block, kept)
             self._idle = 0
+
+
+@functools.cache
+def _lease_of(size: int) -> type[ctypes.Array]:
+    """Bytes that say when nothing refers to them any more. (Python 3.11 has no buffers of its own classes.)"""
+
+    class Lease(ctypes.c_ubyte * size):  # type: ignore[misc]
+        def __del__(self) -> None:
+            self.free()
+
+    return Lease

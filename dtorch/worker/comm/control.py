@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
+import time
 
 _LINES = 64
 _LINE = 8
@@ -14,14 +16,24 @@ CREDIT = 4
 """Publications to one reader that may be waiting to be read."""
 ENTRY = 32
 """Words that announce one publication."""
+COUNTED = 1 << 20
+"""What a transfer that is done adds to a word; less stands for as much of the one that is under way."""
+ANNOUNCED = 1
+"""So much of it stands for an entry that tells what is to come; each part of that adds one."""
 
 _NOBODY = 1 << 62
-_SPINS = 300
+# While cores are free a wait looks for about 100 us and offers its core to others now and then. An offer that is taken means more processes
+# than cores, or two that wait for each other on one core: then waits sleep soon for a while, for a sleeper is woken on an idle core.
+_LOOKS = 50
+_OFFERS = 40
+_TAKEN_SECONDS = 10e-6
+_SHORT_LOOKS = 300
+_CROWDED_WAITS = 16
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
-# A sleeper looks again after this long: the bell's ringer reads a hint that may reach it too late, see `Control.announce`.
-_NAP_SECONDS = 0.02
+# A sleeper looks again after these times: the bell's ringer reads a hint that may reach it too late, see `Control.announce`.
+_NAP_SECONDS = (0.001, 0.002, 0.004, 0.008, 0.02)
 
 
 class Control:
@@ -30,8 +42,8 @@ class Control:
     No store of a writer is seen by others before its earlier ones. That holds on x86 (TSO). On aarch64 a ``dmb ish`` must
     stand before each store that announces something, and after the load that notices it.
 
-    In the file: the client's line; a line per device (progress, bell, hint); for each (reader, publisher) the count of their
-    transfers that the reader is done with; for each (publisher, reader) a ring of `CREDIT` entries.
+    In the file: the client's line; a line per device (progress, bell, hint); for each (reader, publisher) how far in their
+    transfers the reader is; for each (publisher, reader) a ring of `CREDIT` entries. How far: `COUNTED` for each transfer.
     """
 
     def __init__(self, fd: int, devices: int) -> None:
@@ -45,6 +57,7 @@ class Control:
         #: The number of commands each device has run.
         self.progress = self.words[_LINES : self._departures : _LINE]
         self._futex = _Futex()
+        self._crowded = 0
 
     # Progress: workers tell, the client waits
 
@@ -60,7 +73,7 @@ class Control:
         index = _LINES + _LINE * device
         seen = self.words[index]
         if seen < target:
-            self._futex.wait(self._address + 8 * index, seen)
+            self._futex.wait(self._address + 8 * index, seen, -1)
 
     def wake_client_at(self, count: int | None) -> None:
         """Have workers wake the client when they have run ``count`` commands; None: never."""
@@ -69,22 +82,23 @@ class Control:
     # Bells: workers wait for each other
 
     def departure(self, reader: int, publisher: int) -> int:
-        """The index of the word in which ``reader`` counts its transfers with ``publisher``."""
+        """The index of the word that says how far ``reader`` is in its transfers with ``publisher``."""
         return self._departures + reader * self._devices + publisher
 
-    def entry(self, publisher: int, reader: int, count: int) -> int:
-        """The index of the first word of the entry for their ``count``-th transfer."""
-        return self._entries + ((publisher * self._devices + reader) * CREDIT + count % CREDIT) * ENTRY
+    def entries(self, publisher: int, reader: int) -> int:
+        """The index of the first word of their ring of entries; ``count``'s entry stands at ``count % CREDIT * ENTRY`` in it.
+
+        The first word of an entry says how far the publisher is.
+        """
+        return self._entries + (publisher * self._devices + reader) * CREDIT * ENTRY
 
     def announce(self, device: int) -> None:
         """Wake those who wait for something that ``device`` has just written."""
         words, line = self.words, _LINES + _LINE * device
         # Without a fence this load may miss a hint that is being set right now; then the sleeper's nap ends by itself.
-        dozing = words[line + _DOZING]
-        if dozing:
+        if words[line + _DOZING]:
             words[line + _DOZING] = 0
-        words[line + _BELL] += 1
-        if dozing:
+            words[line + _BELL] += 1
             self._futex.wake(self._address + 8 * (line + _BELL))
 
     def wait(self, device: int, index: int, value: int) -> None:
@@ -93,16 +107,30 @@ class Control:
         There is no way out but that: when a worker dies, the zygote ends all the others, the waiting ones too.
         """
         words = self.words
-        for _ in range(_SPINS):
-            if words[index] >= value:
-                return
+        if not self._crowded:
+            for _ in range(_OFFERS):
+                for _ in range(_LOOKS):
+                    if words[index] >= value:
+                        return
+                start = time.perf_counter()
+                os.sched_yield()
+                if time.perf_counter() - start > _TAKEN_SECONDS:
+                    self._crowded = _CROWDED_WAITS
+                    break
+        else:
+            for _ in range(_SHORT_LOOKS):
+                if words[index] >= value:
+                    return
+            self._crowded -= 1
         line = _LINES + _LINE * device
+        nap = 0
         while True:
             words[line + _DOZING] = 1
             bell = words[line + _BELL]
             if words[index] >= value:
                 return
-            self._futex.wait(self._address + 8 * (line + _BELL), bell)
+            self._futex.wait(self._address + 8 * (line + _BELL), bell, nap)
+            nap = min(nap + 1, len(_NAP_SECONDS) - 1)
 
 
 class _Futex:
@@ -114,11 +142,13 @@ class _Futex:
     def __init__(self) -> None:
         self._call = ctypes.CDLL(None).syscall
         self._number = ctypes.c_long(_FUTEX[platform.machine()])
-        self._nap = ctypes.byref(self._Timespec(0, int(_NAP_SECONDS * 1e9)))
+        self._naps = [ctypes.byref(self._Timespec(0, int(seconds * 1e9))) for seconds in _NAP_SECONDS]
 
-    def wait(self, address: int, seen: int) -> None:
-        """Sleep until woken, for a nap at most, and not at all if the word is no longer ``seen``."""
-        self._call(self._number, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), self._nap)
+    def wait(self, address: int, seen: int, nap: int) -> None:
+        """Sleep until woken, for the ``nap``-th nap at most, and not at all if the word is no longer ``seen``."""
+        self._call(
+            self._number, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), self._naps[nap]
+        )
 
     def wake(self, address: int) -> None:
         self._call(self._number, ctypes.c_void_p(address), _FUTEX_WAKE, 0x7FFFFFFF, None)

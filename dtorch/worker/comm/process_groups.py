@@ -19,8 +19,8 @@ from ...errors import WorkerLost
 from ...sharding.transfer import Transfer
 from ..assemble import assemble
 from ..poison import Poison
-from .control import Control
-from .shared import SharedMemory
+from .control import COUNTED, CREDIT, ENTRY, Control
+from .shared import Link, SharedMemory, shape_at
 
 MakeGroup = Callable[[Any, int, int], Any]
 """From (store, rank, size) to a c10d backend."""
@@ -57,7 +57,7 @@ class ProcessGroups(SharedMemory):
         self._directory = directory
         self._make_group = make_group
         self._where = where or torch.device("cuda", device)
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._backends: dict[tuple[int, ...], Any] = {}
 
     def transfer(
         self, transfer: Transfer, value: torch.Tensor | Poison | None, sequence: int
@@ -65,13 +65,14 @@ class ProcessGroups(SharedMemory):
         """See `SharedMemory.transfer`."""
         if transfer.source_type == "cpu" or transfer.target_type == "cpu":
             return super().transfer(transfer, value, sequence)
-        peers = self._begin(transfer)
+        links = self._begin(transfer.group)
         try:
             if transfer.publishes and isinstance(value, torch.Tensor):
                 entry = [0, -1, 0, value.ndim, *value.shape]
             else:  # of a member that does not publish, nobody will look at the poison
                 entry = [0, *(value.origin if isinstance(value, Poison) else (self._device, sequence)), 0]
-            self._announce(self._readers(peers), array("q", entry))
+            self._readers(links)
+            self._announce(links, array("q", entry))
             held: dict[int, torch.Tensor | Poison | None] = {}
             for rank, member in enumerate(transfer.group):
                 if member == self._device:
@@ -79,19 +80,25 @@ class ProcessGroups(SharedMemory):
                     sends = transfer.publishes and isinstance(value, torch.Tensor)
                     part = value.resolve_conj().resolve_neg().contiguous() if sends else None  # type: ignore[union-attr]
                 else:
-                    _, found = self._entry(member, self._counts[member])
+                    found = self._told(self._links[member])
                     part = None if isinstance(found, Poison) else self._empty(found, transfer.dtype)
-                    held[member] = found if part is None else part
+                    held[member] = found if isinstance(found, Poison) else part
                 if part is not None and part.numel():
                     self._broadcast(transfer.group, part, rank)
         finally:
-            self._end(peers)
+            self._end(links)
         if transfer.shape is None:
             return None
         for piece in (piece for term in transfer.terms for piece in term):
             if not isinstance(held[piece.device], torch.Tensor):
                 return held[piece.device]
         return assemble(transfer, held.__getitem__, self._where)  # type: ignore[arg-type]
+
+    def _told(self, link: Link) -> tuple[int, ...] | Poison:
+        """The shape of what the other publishes, or why it does not."""
+        at = link.arrivals + link.count % CREDIT * ENTRY
+        self._control.wait(link.peer, at, link.count * COUNTED)
+        return shape_at(self._control.words, at)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._where)
@@ -102,11 +109,11 @@ class ProcessGroups(SharedMemory):
         options = c10d.BroadcastOptions()
         options.rootRank = rank
         try:
-            group = self._groups.get(devices)
+            group = self._backends.get(devices)
             if group is None:
                 name = "-".join(map(str, devices))
                 store = c10d.FileStore(f"{self._directory}/group-{name}", len(devices))
-                group = self._groups[devices] = self._make_group(store, devices.index(self._device), len(devices))
+                group = self._backends[devices] = self._make_group(store, devices.index(self._device), len(devices))
             group.broadcast([part.reshape(-1).view(torch.uint8)], options).wait()
         except Exception as error:  # the others are in it: there is no way on from here
             raise WorkerLost(f"a collective of devices {devices} failed: {error}") from error

@@ -7,30 +7,65 @@ take part in, each for itself: commands come to all in one order, so they agree,
 A publisher waits for nobody until `CREDIT` of its publications wait for one reader, or too many bytes for any. That
 cannot deadlock: whoever is furthest behind in the order of commands waits for nobody, for all others have published what it
 reads and it has read what they published.
+
+An all-reduce of more than a little is different: each member reduces a share of it and writes that into every member's block, where
+each one's result then is. What members wait for there, in turns, is each other in that same transfer.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 
 import torch
 
+from ...errors import WorkerLost
 from ...sharding.rearrange import Shift
 from ...sharding.transfer import Transfer
-from ..assemble import assemble
+from ..assemble import assemble, combine_all, copy
 from ..poison import Poison
 from .arena import FIRST_DEVICE, Arena, Region
-from .control import CREDIT, ENTRY, Control
+from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, Control
 
-# An entry: [transfer's number, offset, poison's device or -1, poison's sequence number, number of dims, *shape]
+# An entry: [how far, offset, poison's device or -1, poison's sequence number, number of dims, *shape]
 _HEADER = 5
 _MAX_DIMS = ENTRY - _HEADER
 _WAITING_BYTES = 1 << 28
+_KEPT_VIEWS = 1024
+# All-reduces of more bytes than this are made in shares, by two processes and by more: below, everybody adds up everything, which saves
+# a wait (`python -m benchmarks collectives`).
+_SHARED_OUT = (1 << 17, 1 << 15)
+# Bytes of an all-reduce that are copied in at a time, and reduced while they are in the caches.
+_CHUNK = 1 << 20
 _CPU = torch.device("cpu")
 
 Reader = tuple[int, int, int]
-"""A reader of a publication: (device, index of its departure word, the transfer's number with it)."""
+"""A reader of a publication: (device, index of its departure word, what stands there once it has read)."""
+
+
+class Link:
+    """What one device's transfers with another need to know.
+
+    Attributes:
+        count: of the transfers that both take part in.
+        arrivals: index of the other's ring of entries for this device.
+        entries: index of this device's ring of entries for the other.
+        leave: index of the word that says how far this device is with the other; ``left``, the other with this one.
+        views: what the other has published before, by what its entry and the dtype were.
+    """
+
+    __slots__ = ("arrivals", "count", "entries", "leave", "left", "peer", "region", "views")
+
+    def __init__(self, fd: int, control: Control, device: int, peer: int) -> None:
+        self.peer = peer
+        self.count = 0
+        self.arrivals = control.entries(peer, device)
+        self.entries = control.entries(device, peer)
+        self.leave = control.departure(device, peer)
+        self.left = control.departure(peer, device)
+        self.region = Region(fd, FIRST_DEVICE + peer)
+        self.views: dict[tuple, torch.Tensor] = {}
 
 
 class SharedMemory:
@@ -44,9 +79,9 @@ class SharedMemory:
         self._fd = fd
         self._control = control
         self._device = device
-        self._regions: dict[int, Region] = {}
-        self._arena = Arena(self._region(device))
-        self._counts: dict[int, int] = {}
+        self._arena = Arena(Region(fd, FIRST_DEVICE + device))
+        self._links: dict[int, Link] = {}
+        self._groups: dict[tuple[int, ...], list[Link]] = {}
         # What others have yet to read: (offset, bytes, readers).
         self._published: list[tuple[int, int, list[Reader]]] = []
         # Shifts that have started and not ended, each with its number with either neighbour.
@@ -70,13 +105,15 @@ class SharedMemory:
 
         An error that it raises is this device's alone: the others get the `Poison` of command ``sequence``.
         """
-        peers = self._begin(transfer)
+        links = self._begin(transfer.group)
         try:
+            if transfer.is_all_reduce and _is_shared_out(transfer):
+                return self._all_reduce(transfer, links, value, sequence)
             if transfer.publishes:
-                self._publish(peers, value, Poison((self._device, sequence)))
+                self._publish(links, value, sequence)
             return self._collect(transfer, value)
         finally:
-            self._end(peers)
+            self._end(links)
 
     def _start(self, shift: Shift, value: torch.Tensor | Poison | None, sequence: int) -> None:
         """Let the next device of the ring read ``value``; it looks for it when the shift ends there.
@@ -85,139 +122,252 @@ class SharedMemory:
         keeps one block here beside those that are computed on. All of it stands before this in the order of commands, so the
         wait cannot deadlock.
         """
-        peers = self._begin(shift)
-        numbers = {peer: self._counts[peer] for peer in peers}
+        numbers = {link.peer: link.count for link in self._begin(shift.group)}
         try:
             self._await_readers(len(self._published) - len(self._shifts))
-            self._publish([shift.receiver], value, Poison((self._device, sequence)))
+            self._publish([self._links[shift.receiver]], value, sequence)
         finally:
             self._shifts.append(numbers)
 
     def _finish(self, shift: Shift) -> torch.Tensor | Poison:
         numbers = self._shifts.popleft()
         try:
-            found = self._read(shift.sender, shift.dtype, numbers[shift.sender])
+            found = self._read(self._links[shift.sender], shift.dtype, numbers[shift.sender])
             if isinstance(found, Poison):
                 return found
             on_cpu = shift.device_type == "cpu"
             return found.clone() if on_cpu else found.to(torch.device(shift.device_type, self._device), copy=True)
         finally:
-            self._end(list(numbers), numbers)
+            words = self._control.words
+            for peer, number in numbers.items():
+                words[self._links[peer].leave] = number * COUNTED
+            self._control.announce(self._device)
 
-    def _begin(self, transfer: Transfer | Shift) -> list[int]:
+    def _begin(self, group: tuple[int, ...]) -> list[Link]:
         """Number the transfer with each of the others in its group."""
-        counts = self._counts
-        peers = [device for device in transfer.group if device != self._device]
-        for peer in peers:
-            counts[peer] = counts.get(peer, 0) + 1
-        return peers
+        links = self._groups.get(group)
+        if links is None:
+            links = self._groups[group] = [self._link(peer) for peer in group if peer != self._device]
+        for link in links:
+            link.count += 1
+        return links
 
-    def _end(self, peers: list[int], numbers: dict[int, int] | None = None) -> None:
-        """Nothing more will be read in this transfer, or in the one of these numbers, be it done or failed."""
-        control, me = self._control, self._device
-        for peer in peers:
-            control.words[control.departure(me, peer)] = (numbers or self._counts)[peer]
-        control.announce(me)
+    def _end(self, links: list[Link]) -> None:
+        """Nothing more will be read in this transfer, be it done or failed."""
+        words = self._control.words
+        for link in links:
+            words[link.leave] = link.count * COUNTED
+        self._control.announce(self._device)
 
-    def _publish(self, peers: list[int], value: torch.Tensor | Poison | None, failure: Poison) -> None:
-        """Let ``peers`` read ``value``, or ``failure`` if that fails."""
-        readers = self._readers(peers)
-        entry = _poisoned(failure)
+    # Publishing
+
+    def _publish(self, links: list[Link], value: torch.Tensor | Poison | None, sequence: int) -> None:
+        """Let others read ``value``, or the failure of command ``sequence`` if that fails."""
+        readers = self._readers(links)
+        entry = None
         try:
             if isinstance(value, Poison):
                 entry = _poisoned(value)
-            elif value is None or value.ndim > _MAX_DIMS:
-                what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
-                raise ValueError(f"device {self._device} cannot send {what}; the limit is {_MAX_DIMS} dims")
             else:
-                entry = array("q", [self._copy_in(value, readers), -1, 0, value.ndim, *value.shape])
+                value = self._sendable(value)
+                entry = array("q", (self._copy_in(value, readers), -1, 0, value.ndim, *value.shape))
         finally:
-            self._announce(readers, entry)
+            self._announce(links, entry or _poisoned(Poison((self._device, sequence))))
 
-    def _readers(self, peers: list[int]) -> list[Reader]:
-        """``peers``, once they are all within the credit."""
-        control, me = self._control, self._device
-        readers = [(peer, control.departure(peer, me), self._counts[peer]) for peer in peers]
-        for peer, word, number in readers:
-            control.wait(peer, word, number - CREDIT)
-        return readers
+    def _sendable(self, value: torch.Tensor | None) -> torch.Tensor:
+        if value is None or value.ndim > _MAX_DIMS:
+            what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
+            raise ValueError(f"device {self._device} cannot send {what}; the limit is {_MAX_DIMS} dims")
+        return value
 
-    def _announce(self, readers: list[Reader], entry: array) -> None:
-        control, words, me = self._control, self._control.words, self._device
-        for peer, _, number in readers:
-            at = control.entry(me, peer, number)
-            words[at + 1 : at + 1 + len(entry)] = entry  # type: ignore[assignment]
-            words[at] = number
-        control.announce(me)
+    def _readers(self, links: list[Link]) -> list[Reader]:
+        """The others, once they are all within the credit."""
+        control = self._control
+        for link in links:
+            control.wait(link.peer, link.left, (link.count - CREDIT) * COUNTED)
+        return [(link.peer, link.left, link.count * COUNTED) for link in links]
+
+    def _announce(self, links: list[Link], entry: array, part: int = COUNTED) -> None:
+        """Show ``entry``; of what it tells of, as much is there as ``part`` says."""
+        control, words = self._control, self._control.words
+        size = len(entry)
+        for link in links:
+            at = link.entries + link.count % CREDIT * ENTRY
+            words[at + 1 : at + 1 + size] = entry  # type: ignore[assignment]
+            words[at] = (link.count - 1) * COUNTED + part
+        control.announce(self._device)
 
     def _copy_in(self, value: torch.Tensor, readers: list[Reader]) -> int:
         """Copy ``value`` into a block of the arena, and have it freed when all have read it; its offset."""
         nbytes = value.nbytes
         if not nbytes:
             return 0
-        words = self._control.words
-        waiting = 0
-        still: list[tuple[int, int, list[Reader]]] = []
-        for block in self._published:
-            if all(words[word] >= number for _, word, number in block[2]):
-                self._arena.free(block[0])
-            else:
-                still.append(block)
-                waiting += block[1]
-        self._published = still
+        waiting = self._free_read()
         if not self._shifts:  # a shift's reader may first wait for what is to be published here
-            while still and waiting + nbytes > _WAITING_BYTES:
-                waiting -= still[0][1]
+            while self._published and waiting + nbytes > _WAITING_BYTES:
+                waiting -= self._published[0][1]
                 self._await_readers(1)
         offset = self._arena.allocate(nbytes)
-        still.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
-        self._arena.region.view(offset, tuple(value.shape), value.dtype).copy_(value)
+        self._published.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
+        copy(self._arena.region.view(offset, tuple(value.shape), value.dtype), value)
         return offset
+
+    def _free_read(self) -> int:
+        """Free what has been read; the bytes that have not."""
+        words, waiting = self._control.words, 0
+        still: list[tuple[int, int, list[Reader]]] = []
+        for block in self._published:
+            for _, word, done in block[2]:
+                if words[word] < done:
+                    still.append(block)
+                    waiting += block[1]
+                    break
+            else:
+                self._arena.free(block[0])
+        self._published = still
+        return waiting
 
     def _await_readers(self, count: int) -> None:
         """Wait until the ``count`` oldest publications have been read, and free them."""
         for _ in range(count):
             offset, _, readers = self._published.pop(0)
-            for peer, word, number in readers:
-                self._control.wait(peer, word, number)
+            for peer, word, done in readers:
+                self._control.wait(peer, word, done)
             self._arena.free(offset)
+
+    # Reading
 
     def _collect(self, transfer: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
         if transfer.shape is None:
             return None
         sources: dict[int, torch.Tensor] = {}
-        for term in transfer.terms:
-            for piece in term:
-                if piece.device in sources:
-                    continue
-                mine = piece.device == self._device
-                source = value if mine else self._read(piece.device, transfer.dtype, self._counts[piece.device])
-                if not isinstance(source, torch.Tensor):
-                    return source
-                sources[piece.device] = source.cpu()
+        for device in transfer.sources:
+            if device == self._device:
+                source = value
+            else:
+                link = self._links[device]
+                source = self._read(link, transfer.dtype, link.count)
+            if not isinstance(source, torch.Tensor):
+                return source
+            sources[device] = source if transfer.source_type == "cpu" else source.cpu()
         result = assemble(transfer, sources.__getitem__, _CPU)
         return result if transfer.target_type == "cpu" else result.to(torch.device(transfer.target_type, self._device))
 
-    def _read(self, peer: int, dtype: torch.dtype, number: int) -> torch.Tensor | Poison:
-        """What ``peer`` has published for the ``number``-th transfer with it, in its own memory."""
-        offset, found = self._entry(peer, number)
-        return found if isinstance(found, Poison) else self._region(peer).view(offset, found, dtype)
+    def _read(self, link: Link, dtype: torch.dtype, number: int) -> torch.Tensor | Poison:
+        """What the other has published for the ``number``-th transfer with it, in its own memory."""
+        at = link.arrivals + number % CREDIT * ENTRY
+        self._control.wait(link.peer, at, number * COUNTED)
+        return self._published_at(link, at, dtype)
 
-    def _entry(self, peer: int, number: int) -> tuple[int, tuple[int, ...] | Poison]:
-        """The offset and shape of what ``peer`` has published for their ``number``-th transfer, or why there is none; waits for it."""
-        at = self._control.entry(peer, self._device, number)
-        self._control.wait(peer, at, number)
+    def _published_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison:
+        """What the entry at ``at`` tells of."""
         words = self._control.words
         if words[at + 2] >= 0:
-            return 0, Poison((words[at + 2], words[at + 3]))
-        return words[at + 1], tuple(words[at + _HEADER : at + _HEADER + words[at + 4]])
+            return shape_at(words, at)  # type: ignore[return-value]
+        shape = words[at + _HEADER : at + _HEADER + words[at + 4]]
+        key = words[at + 1], shape.tobytes(), dtype
+        view = link.views.get(key)
+        if view is None:
+            if len(link.views) >= _KEPT_VIEWS:
+                link.views.clear()
+            view = link.views[key] = link.region.view(words[at + 1], tuple(shape), dtype)
+        return view
 
-    def _region(self, device: int) -> Region:
-        found = self._regions.get(device)
+    def _link(self, peer: int) -> Link:
+        found = self._links.get(peer)
         if found is None:
-            found = self._regions[device] = Region(self._fd, FIRST_DEVICE + device)
+            found = self._links[peer] = Link(self._fd, self._control, self._device, peer)
         return found
+
+    # All-reduce in shares
+
+    def _all_reduce(
+        self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None, sequence: int
+    ) -> torch.Tensor | Poison:
+        """The whole reduction, in a block of this device's arena.
+
+        The n-th of n chunks is copied in while the others copy in theirs, but for this device's share of it: that is reduced
+        out of ``value`` and the others' blocks, and written to all blocks.
+        """
+        control, shape = self._control, transfer.shape
+        assert shape is not None
+        self._readers(links)
+        entry = result = None
+        try:
+            if isinstance(value, Poison):
+                entry = _poisoned(value)
+            else:
+                value = self._sendable(value)
+                if value.shape != shape:
+                    raise ValueError(f"an addend of shape {tuple(value.shape)} where {shape} was planned")
+                own = value.resolve_conj().resolve_neg().contiguous().view(-1)
+                offset, result = self._arena.tensor(shape, transfer.dtype)
+                entry = array("q", (offset, -1, 0, value.ndim, *shape))
+        finally:
+            self._announce(links, entry or _poisoned(Poison((self._device, sequence))), ANNOUNCED)
+        blocks: list[torch.Tensor] = []
+        poisons = []
+        for device in transfer.sources:
+            if device == self._device:
+                source = value if result is None else result
+            else:
+                link = self._links[device]
+                at = link.arrivals + link.count % CREDIT * ENTRY
+                control.wait(device, at, (link.count - 1) * COUNTED + ANNOUNCED)
+                source = self._published_at(link, at, transfer.dtype)
+            if isinstance(source, Poison):
+                poisons.append(source)
+            else:
+                blocks.append(source.view(-1))  # type: ignore[union-attr]
+        if poisons:
+            return poisons[0]
+        assert result is not None
+        try:
+            self._reduce(transfer, links, own, blocks)
+        except Exception as error:  # the others' blocks are half written: there is no way on from here
+            raise WorkerLost(f"an all-reduce of devices {transfer.group} failed: {error}") from error
+        self._end(links)
+        for link in links:
+            control.wait(link.peer, link.left, link.count * COUNTED)
+        return result
+
+    def _reduce(self, transfer: Transfer, links: list[Link], own: torch.Tensor, blocks: list[torch.Tensor]) -> None:
+        """Reduce this device's shares of the ``blocks``, which are the members' in the order of the terms."""
+        control, words = self._control, self._control.words
+        rank, count, whole = transfer.sources.index(self._device), len(blocks), own.numel()
+        mine, others = blocks[rank], [*blocks[:rank], *blocks[rank + 1 :]]
+        step = max(1, _CHUNK // transfer.dtype.itemsize)
+        for part, start in enumerate(range(0, whole, step), ANNOUNCED + 1):
+            stop = min(start + step, whole)
+            low, high = start + (stop - start) * rank // count, start + (stop - start) * (rank + 1) // count
+            if start < low:
+                mine[start:low].copy_(own[start:low])
+            if high < stop:
+                mine[high:stop].copy_(own[high:stop])
+            for link in links:
+                words[link.entries + link.count % CREDIT * ENTRY] = (link.count - 1) * COUNTED + part
+            control.announce(self._device)
+            addends = [block[low:high] for block in blocks]
+            addends[rank] = own[low:high]
+            for link in links:
+                control.wait(link.peer, link.arrivals + link.count % CREDIT * ENTRY, (link.count - 1) * COUNTED + part)
+            total = combine_all(transfer.reduce_op, addends, mine[low:high])
+            for other in others:
+                other[low:high].copy_(total)
+
+
+def shape_at(words: memoryview, at: int) -> tuple[int, ...] | Poison:
+    """The shape that the entry at ``at`` tells of, or the poison."""
+    if words[at + 2] >= 0:
+        return Poison((words[at + 2], words[at + 3]))
+    return tuple(words[at + _HEADER : at + _HEADER + words[at + 4]])
+
+
+def _is_shared_out(transfer: Transfer) -> bool:
+    assert transfer.shape is not None
+    nbytes = math.prod(transfer.shape) * transfer.dtype.itemsize
+    return nbytes > _SHARED_OUT[len(transfer.group) > 2]
 
 
 def _poisoned(poison: Poison) -> array:
-    return array("q", [0, *poison.origin, 0])
+    return array("q", (0, *poison.origin, 0))
