@@ -7,7 +7,7 @@ far the client may run ahead is the engine's business. Batches are numbered from
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ import zmq
 
 from ..errors import DTorchError, WorkerLost
 
+#: How long a worker gets nothing before it counts as idle.
+_IDLE_MILLISECONDS = 500
 _decode = msgspec.msgpack.Decoder().decode
 
 
@@ -107,10 +109,18 @@ class WorkerChannel:
         self._commands = _open(context, zmq.SUB)
         self._commands.connect(commands)
         self._commands.subscribe(b"")
+        self._commands.rcvtimeo = _IDLE_MILLISECONDS
 
-    def receive(self) -> list[list]:
-        """Block until a batch comes, and return its commands."""
-        number, commands = _decode(self._commands.recv(copy=False).buffer)
+    def receive(self, idle: Callable[[], None] = lambda: None) -> list[list]:
+        """Block until a batch comes, and return its commands. ``idle`` is called once when none has come for a while."""
+        try:
+            message = self._commands.recv(copy=False)
+        except zmq.Again:
+            idle()
+            self._commands.rcvtimeo = -1
+            message = self._commands.recv(copy=False)
+            self._commands.rcvtimeo = _IDLE_MILLISECONDS
+        number, commands = _decode(message.buffer)
         if number != self._number:
             raise WorkerLost(f"lost commands: expected batch {self._number}, got {number}")
         self._number += 1

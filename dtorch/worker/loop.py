@@ -16,7 +16,7 @@ from .comm.arena import CLIENT, Region
 from .comm.control import Control
 from .comm.process_groups import ProcessGroups
 from .executor import Executor, Steps
-from .memory import keep_freed
+from .memory import give_back, keep_freed
 
 
 class SharedBlobs:
@@ -75,7 +75,7 @@ def main(
     torch.set_grad_enabled(False)
     ran = control.ran
     while True:
-        commands = channel.receive()
+        commands = channel.receive(idle=give_back)
         run = executor.run  # another one while times are wanted
         for command in commands:
             steps = run(command, sequence)

@@ -2,7 +2,7 @@
 
 By default libc maps each block of 32 MB or more anew, and the system hands out cleared pages at every first touch: 64 MB + 64 MB of
 floats took 94 ms where 16 ms are enough (a virtual machine with 2 cores). So large blocks come from the heap, too, and
-what is free in it stays, up to a limit.
+what is free in it stays, up to a limit, until the worker has nothing to do for a moment.
 """
 
 from __future__ import annotations
@@ -39,4 +39,10 @@ def keep_freed() -> None:
 def trim() -> None:
     """Give free memory back to the system if it is more than is to be kept."""
     if _info is not None and _info().fields[_FREE] > KEPT_BYTES:
+        give_back()
+
+
+def give_back() -> None:
+    """Give all free memory back to the system."""
+    if _info is not None:
         _libc.malloc_trim(0)
