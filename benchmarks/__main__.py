@@ -25,6 +25,7 @@ NAMES = (
     "receivers",
     "scaling",
     "plan_miss",
+    "plans",
     "worker",
     "transfer",
     "collectives",

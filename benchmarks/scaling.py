@@ -66,15 +66,15 @@ def run() -> list[Row]:
     first: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in OPS}
     nbytes: dict[int, int] = {}
     for turn, count in itertools.product(range(TURNS), DEVICES):
-        with _cluster(count) as engine, torch.no_grad():
+        with cluster(count) as engine, torch.no_grad():
             mesh = dtorch.init_device_mesh("cpu", (count // 8, 8), ("dp", "tp"))
             xs = [_placed(SHAPES * turn + size, mesh) for size in range(SHAPES)]  # new in every turn
             x = xs[0]
             x + x
-            _flush()
+            flush()
             before = engine.nbytes
             x * x
-            _flush()
+            flush()
             nbytes[count] = engine.nbytes - before
             for name, op in OPS.items():
                 first[name][count] += [_seconds(lambda: op(x), 1) for x in xs][4:]  # noqa: B023
@@ -103,18 +103,18 @@ def _seconds(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     seconds = (time.thread_time() - start) / calls
-    _flush()
+    flush()
     return seconds
 
 
-def _flush() -> None:
+def flush() -> None:
     controller = runtime.controller()
     with controller.lock:
         controller.flush()
 
 
 @contextmanager
-def _cluster(count: int) -> Iterator[Publisher]:
+def cluster(count: int) -> Iterator[Publisher]:
     with drained(count) as channel:
         dtorch.init(engine="simulate")
         controller = runtime.controller()

@@ -6,7 +6,6 @@ The way of ``z = x + y``: key of (op, specs, constants) → plan → outputs wra
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
 from .handles import describe as describe_handle
 from .handles import tensors_in, wrap, wrap_view
 from .interrupts import critical
+from .recent import Recent
 from .torch_internals import make_wrapper
 from .values import FREED, new_value, next_value_id
 
@@ -35,7 +35,7 @@ log = logging.getLogger("dtorch")
 
 #: Frames from `History.note` up to who called `dispatch`, by way of `execute_simple`.
 CALLER = 5
-#: Plans kept, over all ops; the oldest go first.
+#: Plans kept, over all ops: some 50 MB (`benchmarks/receivers`).
 PLANS_KEPT = 20_000
 
 
@@ -52,9 +52,9 @@ class CallInfo(OpInfo):
 #: By the op's id: hashing an OpOverload runs Python. Each info keeps its op alive.
 _INFOS: dict[int, CallInfo] = {}
 #: A `Choice` where something moves first: with kept copies its own program is never run.
-_PLANS: OrderedDict[tuple, Plan | Choice] = OrderedDict()
+_PLANS = Recent(PLANS_KEPT)
 #: By their form: a plan that serves every call of it, or what each chooses among.
-_FORMS: OrderedDict[tuple, Plan | Weighed] = OrderedDict()
+_FORMS = Recent(PLANS_KEPT)
 
 #: Called with the arguments of `tell` before an op moves its inputs, or completes a reduction.
 before_moves: list[Any] = []
@@ -72,14 +72,9 @@ def info_of(op: Any) -> CallInfo:
 
 def forget_plans() -> None:
     """A cluster ended, so its programs are gone; or what ops give has changed."""
-    _PLANS.clear()
-    _FORMS.clear()
-
-
-def _remember(plans: OrderedDict[tuple, Any], key: tuple, plan: Plan | Choice | Weighed) -> None:
-    plans[key] = plan
-    if len(plans) > PLANS_KEPT:
-        plans.popitem(last=False)
+    log.debug("plans: %r; forms: %r", _PLANS, _FORMS)
+    _PLANS.forget()
+    _FORMS.forget()
 
 
 class _Slow(Exception):
@@ -121,7 +116,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
     if get_default_dtype() is not controller.default_dtype:
         forget_plans()
         controller.follow_default_dtype()
-    plan = _PLANS.get(key)
+    plan = _PLANS.get(key) or _PLANS.older(key)
     if plan is None:
         try:
             plan = make_plan(info, args, kwargs, tensors, controller, choice)
@@ -131,7 +126,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
             if info.is_foreach:  # an optimizer's, of a model whose stages have meshes of their own
                 return _one_by_one(info, args, kwargs)
             raise lines.with_line(error) from None
-        _remember(_PLANS, key, plan)
+        _PLANS.put(key, plan)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
@@ -222,7 +217,7 @@ def make_plan(
     form = served = None
     if info.by_form:
         form = form_of(info, described, specs)
-        served = _FORMS.get(form)
+        served = _FORMS.get(form) or _FORMS.older(form)
         if type(served) is Plan:
             return resized(info, served, described)
     # Where everything has been moved already the choice is free when made anew, so that its plan can serve its form.
@@ -233,12 +228,12 @@ def make_plan(
     if form is not None and served is None and choice.moves and not choice.writes:
         weighed = Weighed.of(described, specs)
         if weighed is not None:
-            _remember(_FORMS, form, weighed)
+            _FORMS.put(form, weighed)
     if choice.moves and choice.makes_fresh:
         return choice
     plan = written_plan(choice, specs, controller)
     if form is not None and serves_its_form(plan):
-        _remember(_FORMS, form, plan)
+        _FORMS.put(form, plan)
     return plan
 
 
