@@ -144,7 +144,7 @@ class Arena:
             self._idle = 0
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _lease_of(size: int) -> type[ctypes.Array]:
     """Bytes that say when nothing refers to them any more. (Python 3.11 has no buffers of its own classes.)"""
 
