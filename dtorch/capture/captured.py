@@ -149,6 +149,8 @@ class Captured:
         self.made: list[tuple[int | None, int | None]] = []
         self.outputs: list[Output] = []
         self.bindings: list[Binding] = []
+        #: Places of gradients that it replaces, or takes away, without reading them.
+        self.released: list[Edge] = []
         self.written: list[int] = []
         #: Handles that refer to something else after the call (``p.data = …``), each with the output that says what.
         self.rebound: list[tuple[int, int]] = []
@@ -278,6 +280,8 @@ class Captured:
                 if put in call.values:
                     pool[at] = call.values[put].id
         with controller.lock:
+            if end == len(self.segments) and self.released:
+                self._release(controller)
             for index in range(call.programs, end):
                 segment = self.segments[index]
                 count = len(segment.outputs)
@@ -302,6 +306,12 @@ class Captured:
             if end == len(self.segments):
                 for index in self.written:
                     aliasing.written(controller, handles[index]._value)
+
+    def _release(self, controller: Controller) -> None:
+        """Let go of gradients that the call replaces unread: else they would live while the new ones are made."""
+        for edge in self.released:
+            torch_internals.set_grad(edge.container, None)
+        controller.drain()
 
     def _outputs(self, call: Call, values: list[Value]) -> list[Any]:
         outputs: list[Any] = []

@@ -24,8 +24,6 @@ from .recorder import Recorder
 
 #: How many of the results, from the first on, have a backward for each alone.
 ALONE = 3
-#: Saved by every node, so that torch says in its own words that a graph has been freed.
-_TOKEN = torch.empty(0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,19 +97,21 @@ class _State:
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: _State, *inputs: Any) -> Any:
-        ctx.state = state
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_TOKEN)
+        # What is saved hangs on a saved tensor: it goes when the graph is freed, and torch says in its own words that it is gone.
+        saved: Any = torch.empty(0)
+        saved.state = state
+        ctx.save_for_backward(saved)
         outputs, state.outputs = state.outputs, []
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.saved_tensors  # noqa: B018 - raises once the graph has been freed
+        state = ctx.saved_tensors[0].state
         with torch.no_grad():
-            found = _run(ctx.state, grads)
+            found = _run(state, grads)
         if torch.is_grad_enabled():  # with create_graph: they must not pass for constants
-            name = ctx.state.gradient.name
+            name = state.gradient.name
             found = [None if grad is None else _Once.apply(name, grad.detach().requires_grad_()) for grad in found]
         return (None, *found)
 

@@ -517,6 +517,10 @@ class Recording:
                 captured.twins.append((first[value], number))
         for edge, _, output in self.changes:
             captured.bindings.append(Binding(edge, output))
+        held = {id(tensor) for tensor in (*read, *self.returned)}
+        captured.released = [
+            e for e, was, _ in self.changes if e.kind == "grad" and isinstance(was, Tensor) and id(was) not in held
+        ]
         self.position = {index: moved[at] for index, at in self.position.items()}
         captured.rebound = [(self.position[index], output) for index, output in self.rebound]
 

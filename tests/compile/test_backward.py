@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 import dtorch
 from dtorch import Shard
+from dtorch.client import runtime
+from dtorch.engine import protocol
 
 from .same import MESH, captured, close, placed, runs
 
@@ -189,3 +192,48 @@ def test_dropout_and_checkpointing() -> None:
         found.append((w.grad.to_torch(), torch.rand(1)))
     torch.testing.assert_close(found[1][0], found[0][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def live() -> int:
+    """Bytes on a device, of what Python still refers to."""
+    gc.collect()
+    dtorch.synchronize()
+    return next(iter(dtorch.memory_stats(MESH).values()))["live"]
+
+
+def test_what_was_saved_goes_with_the_graph() -> None:
+    """It would otherwise live as long as the loss does: through the next step's forward."""
+    model, _ = model_and_plain()
+    function = dtorch.compile(lambda x: model(x).square().sum())
+    x = placed(torch.rand(64, 4))
+    for _ in range(2):
+        function(x).backward()
+    model.zero_grad()
+    before = live()
+    loss = function(x)
+    assert live() > before + x.nbytes
+    loss.backward()
+    model.zero_grad()
+    assert live() <= before + loss.nbytes
+
+
+def test_gradients_that_are_replaced_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(placed(W))
+
+    def step(x: torch.Tensor) -> None:
+        weight.grad = None
+        (x @ weight).sum().backward()
+
+    function = dtorch.compile(step)
+    for _ in range(2):
+        function(placed(X))
+    x, before = placed(X), weight.grad._value.id
+    dtorch.synchronize()
+    engine, commands = runtime.controller().engine, []
+    monkeypatch.setattr(engine, "send", lambda batch, send=engine.send: (commands.extend(batch), send(batch)))
+    function(x)
+    dtorch.synchronize()
+    freed = [at for at, command in enumerate(commands) if command[0] == protocol.FREE and before in command[1:]]
+    ran = [at for at, command in enumerate(commands) if command[0] >= protocol.FIRST_PROGRAM]
+    assert freed[0] < ran[0]
+    close(weight.grad, X.sum(0)[:, None].expand(4, 4))
