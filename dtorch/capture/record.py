@@ -504,8 +504,8 @@ class Recording:
         count = len(order)
         captured.sources = [[moved.get(s, s) if s < count else s for s in sources] for sources in captured.sources]
         captured.written = [moved[i] for i in captured.written]
-        for read in self.recorder.reads:
-            read.source = moved.get(read.source, read.source) if read.source < count else read.source
+        for number in self.recorder.reads:
+            number.source = moved.get(number.source, number.source) if number.source < count else number.source
         self.pool = {value: moved.get(at, at) if at < count else at for value, at in self.pool.items()}
         captured.made = [(None if base is None else moved[base], group) for base, group in captured.made]
         for output in captured.outputs:
