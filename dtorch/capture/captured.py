@@ -206,7 +206,7 @@ class Captured:
         if self.items or self.starts or self.reads:
             self._in_stages(controller, call)
         else:
-            self._issue(controller, call, len(self.segments))
+            self._issue(controller, call, len(self.segments), last=True)
         values = call.made
         if self.written and not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version([handles[i] for i in self.written])
@@ -242,7 +242,7 @@ class Captured:
                     else:
                         item.run(call)
                 programs += stage.programs
-                self._issue(controller, call, programs)
+                self._issue(controller, call, programs, last=stage.read is None)
                 if stage.read is not None:
                     found.append(stage.read.again(controller, self._value_at(call, stage.read.source)))
                     if not reads.same(found[-1], stage.read.found):
@@ -271,8 +271,8 @@ class Captured:
         raise IndexError
 
     @critical
-    def _issue(self, controller: Controller, call: Call, end: int) -> None:
-        """Queue the programs up to number ``end``."""
+    def _issue(self, controller: Controller, call: Call, end: int, *, last: bool) -> None:
+        """Queue the programs up to number ``end``; after the ``last`` time nothing goes back."""
         handles, pool = call.handles, call.pool
         if self.puts:
             start = len(handles) + len(self.constants)
@@ -280,7 +280,7 @@ class Captured:
                 if put in call.values:
                     pool[at] = call.values[put].id
         with controller.lock:
-            if end == len(self.segments) and self.released:
+            if last and self.released:
                 self._release(controller)
             for index in range(call.programs, end):
                 segment = self.segments[index]
@@ -303,7 +303,7 @@ class Captured:
                 command += [call.numbers[i] for i in segment.numbers]
                 controller.issue(command, self.name, 5)
             call.programs = end
-            if end == len(self.segments):
+            if last:
                 for index in self.written:
                     aliasing.written(controller, handles[index]._value)
 
