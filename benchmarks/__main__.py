@@ -26,6 +26,7 @@ NAMES = (
     "scaling",
     "plan_miss",
     "plans",
+    "decode",
     "worker",
     "transfer",
     "collectives",
