@@ -24,6 +24,7 @@ NAMES = (
     "eager_add",
     "receivers",
     "scaling",
+    "scaling_captured",
     "plan_miss",
     "plans",
     "decode",

@@ -83,12 +83,12 @@ def run() -> list[Row]:
     for what, found in (("", cached), (", new shape", first)):
         for name, by_count in found.items():
             rows += [row(f"{name}{what}, {count} devices", seconds) for count, seconds in by_count.items()]
-            rows += _law(f"{name}{what}", by_count)
+            rows += law(f"{name}{what}", by_count)
     rows += [Row(f"bytes of an op met for the first time, {count} devices", n, "bytes") for count, n in nbytes.items()]
     return rows
 
 
-def _law(what: str, by_count: dict[int, list[float]]) -> list[Row]:
+def law(what: str, by_count: dict[int, list[float]]) -> list[Row]:
     medians = [float(numpy.median(seconds)) * 1e6 for seconds in by_count.values()]
     slope, start = numpy.polyfit(list(by_count), medians, 1)
     return [Row(f"{what}: a", float(start), "us"), Row(f"{what}: b, for each device", float(slope) * 1e3, "ns")]
