@@ -191,7 +191,8 @@ class Controller:
     def ran(self, nbytes: int) -> None:
         """Take note of an op that was issued, and of the bytes that its results take on a device. Called without the lock."""
         self.bytes_ahead += nbytes
-        self.pressure()
+        if not self.sequence & 255 or self.bytes_ahead > AHEAD_BYTES:
+            self.pressure()
         if self.sync:
             self.synchronize()
 

@@ -23,7 +23,7 @@ from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, issuing, kept, lines, runtime
-from .controller import AHEAD_BYTES, LARGE_BYTES, Controller
+from .controller import LARGE_BYTES, Controller
 from .handles import describe as describe_handle
 from .handles import tensors_in, wrap, wrap_view
 from .interrupts import critical
@@ -33,7 +33,7 @@ from .values import FREED, new_value, next_value_id
 
 log = logging.getLogger("dtorch")
 
-#: Frames from `History.note` up to who called `dispatch`, by way of `execute_simple`.
+#: Frames from `History.note` up to who called `dispatch`, by way of `execute_simple`; `execute` takes one more.
 CALLER = 5
 #: Plans kept, over all ops: some 50 MB (`benchmarks/receivers`).
 PLANS_KEPT = 20_000
@@ -175,6 +175,8 @@ def collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[An
         numbers.append(value)
         return kind if -1.0 <= value <= 1.0 else (kind, ENLARGES)
     if kind is list or kind is tuple:
+        if not is_number and value and type(value[0]) is int:  # sizes or dims: a list of ints has nothing else
+            return tuple(value)
         return tuple([collect(item, is_number, tensors, numbers) for item in value])
     if isinstance(value, torch.Tensor):
         raise _Slow
@@ -358,8 +360,9 @@ def _queue(
                 results.append(wrap_view(spec, value, tensors[alias]))
         if numbers:
             command += numbers
-        command += plan.operands
-        controller.issue(command, info.name)
+        if plan.operands:
+            command += plan.operands
+        controller.issue(command, info.name, CALLER + 1)
         for i in plan.writes:
             aliasing.written(controller, tensors[i]._value)
     return results
@@ -407,11 +410,7 @@ def execute_simple(
     result = make_wrapper(*(spec.handle or describe_handle(spec)))
     result._spec = spec
     result._value = made
-    controller.bytes_ahead += plan.nbytes
-    if not controller.sequence & 255 or controller.bytes_ahead > AHEAD_BYTES:
-        controller.pressure()
-    if controller.sync:
-        controller.synchronize()
+    controller.ran(plan.nbytes)
     return result
 
 
