@@ -21,7 +21,7 @@ from .measure import Row
 NAMES = (
     "first_print",
     "two_layers",
-    "eager_add",
+    "eager",
     "receivers",
     "scaling",
     "scaling_captured",
