@@ -154,6 +154,38 @@ def _buckets() -> list[Row]:
     return [compared.speed("buckets, data-parallel training"), *compared.collectives("buckets, data-parallel training")]
 
 
+def _overlap() -> list[Row]:
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Linear(512, 1536, bias=False), nn.GELU(), nn.Linear(1536, 512, bias=False))
+    ]
+    plan = {f"{index}.weight": [Shard(0 if index % 3 == 0 else 1)] for index in range(12) if index % 3 != 1}
+    model = dtorch.distribute_module(nn.Sequential(*layers), MESH, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def turns(first: Any, second: Any) -> Any:
+        whole = first.sort(-1).values.sum(0).redistribute(placements=[Replicate()])
+        return second.sort(-1).values, whole.sum(0)
+
+    training = Compared(step, [dtorch.randn(128, 512, device_mesh=MESH)], "overlap")
+    # What is in order is sorted five times as fast: the devices are slow in turn.
+    rows = torch.stack([torch.rand(32, 4096), torch.arange(4096.0).expand(32, 4096)])
+    args = [dtorch.distribute_tensor(one, MESH, [Shard(0)]) for one in (rows, rows.flip(0))]
+    uneven = Compared(turns, args, "overlap")
+    return [
+        training.speed("overlap, tensor-parallel training"),
+        uneven.speed("overlap, devices that are slow in turn"),
+    ]
+
+
 def _dead() -> list[Row]:
     def function(x: Any, weight: Any) -> Any:
         kept = x
@@ -207,6 +239,6 @@ def _status(pid: int, name: str) -> int:
 def run() -> list[Row]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = [*_reuse(), *_scatter(), *_buckets(), *_dead(), *_free()]
+    rows = [*_reuse(), *_scatter(), *_buckets(), *_overlap(), *_dead(), *_free()]
     dtorch.shutdown()
     return rows

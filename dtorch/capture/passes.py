@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from ..client import runtime
 from ..program.buckets import bucket
 from ..program.dead import drop_dead
+from ..program.overlap import overlap
 from ..program.reuse import reuse
 from ..program.rewrite import Pass
 from ..program.scatter import scatter
@@ -17,6 +18,7 @@ PASSES: dict[str, Pass] = {
     "reuse": reuse,
     "scatter": lambda program: scatter(program, runtime.controller().meshes.__getitem__),
     "buckets": bucket,
+    "overlap": lambda program: overlap(program, runtime.controller().meshes.__getitem__),
 }
 
 _off: set[str] = set()

@@ -18,7 +18,7 @@ from ..mesh import DeviceMesh
 from ..program.ir import Program
 from ..raw import flat_bytes
 from ..sharding.rearrange import Shift
-from ..sharding.transfer import Transfer
+from ..sharding.transfer import Half, Transfer
 from ..worker.assemble import assemble
 from ..worker.executor import CodeCache, Executor, Steps, Value, mesh_of
 from ..worker.poison import Poison
@@ -199,8 +199,9 @@ def _drive(waiting: dict[int, Steps]) -> None:
     A group's transfer is made when all its members have come to it. Groups meet their transfers in program order, so some
     group is always complete, or some device's shift is on its way.
     """
-    pending: dict[int, tuple[Transfer | Shift, Value | None]] = {}
+    pending: dict[int, tuple[Transfer | Half | Shift, Value | None]] = {}
     on_the_way: dict[tuple[int, int], deque[Value | None]] = defaultdict(deque)
+    shown: dict[int, deque[Value | None]] = defaultdict(deque)
     results: dict[int, Value | None] = dict.fromkeys(waiting)
     while waiting:
         for device, result in results.items():
@@ -209,7 +210,7 @@ def _drive(waiting: dict[int, Steps]) -> None:
             except StopIteration:
                 del waiting[device]
                 pending.pop(device, None)
-        results = _shifted(pending, on_the_way)
+        results = _shifted(pending, on_the_way) | _shown(pending, shown)
         led = [move.group for device, (move, _) in pending.items() if _leads(move, device)]
         ready = [group for group in led if all(_is_at(pending.get(device), group) for device in group)]
         if pending and not ready and not results:
@@ -218,17 +219,17 @@ def _drive(waiting: dict[int, Steps]) -> None:
             results.update(_exchange({device: pending[device] for device in group}))  # type: ignore[misc]
 
 
-def _leads(move: Transfer | Shift, device: int) -> bool:
+def _leads(move: Transfer | Half | Shift, device: int) -> bool:
     return isinstance(move, Transfer) and move.group[0] == device
 
 
-def _is_at(request: tuple[Transfer | Shift, Value | None] | None, group: tuple[int, ...]) -> bool:
+def _is_at(request: tuple[Transfer | Half | Shift, Value | None] | None, group: tuple[int, ...]) -> bool:
     """Whether a device has come to a transfer of ``group``; a shift may concern the same devices."""
     return request is not None and isinstance(request[0], Transfer) and request[0].group == group
 
 
 def _shifted(
-    pending: dict[int, tuple[Transfer | Shift, Value | None]],
+    pending: dict[int, tuple[Transfer | Half | Shift, Value | None]],
     on_the_way: dict[tuple[int, int], deque[Value | None]],
 ) -> dict[int, Value | None]:
     """The results of the shifts that can go on: all that start, and those that end whose value is on the way."""
@@ -241,6 +242,22 @@ def _shifted(
             results[device] = None
         elif on_the_way[move.sender, device]:
             results[device] = on_the_way[move.sender, device].popleft()
+    return results
+
+
+def _shown(
+    pending: dict[int, tuple[Transfer | Half | Shift, Value | None]], shown: dict[int, deque[Value | None]]
+) -> dict[int, Value | None]:
+    """The results of the halves that start. One that ends is from here on the transfer of what was shown then."""
+    results: dict[int, Value | None] = {}
+    for device, (move, value) in pending.items():
+        if not isinstance(move, Half):
+            continue
+        if move.starts:
+            shown[device].append(value.clone() if isinstance(value, torch.Tensor) else value)
+            results[device] = None
+        else:
+            pending[device] = move.transfer, shown[device].popleft()
     return results
 
 

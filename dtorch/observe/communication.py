@@ -10,7 +10,7 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, decode, is_partial, is_shard, shard
-from ..program.ir import Program, Rearrange, Reshard, Roles, ShiftStart
+from ..program.ir import Program, Rearrange, Reshard, ReshardDone, Roles, ShiftStart
 from ..raw import dtype_called
 from ..sharding import transfer
 from ..sharding.rearrange import rearrange
@@ -115,6 +115,7 @@ def _of_rearrange(
 
 _OF: dict[type, Callable[..., Communication | None]] = {
     Reshard: _of_reshard,
+    ReshardDone: lambda half, *args: _of_reshard(half.move, *args),
     Rearrange: _of_rearrange,
     ShiftStart: _of_shift,
 }

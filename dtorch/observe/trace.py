@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from ..client import lines
 from ..engine import protocol
-from ..program.ir import ShiftDone
+from ..program.ir import ReshardStart, ShiftDone
 from ..worker.tracing import AFTER_FAILURE, WHOLE
 from .communication import Communication
 from .timing import COMMANDS, Call, Issue, Run, Runs, Timing, program_called
@@ -78,8 +78,11 @@ class _Names:
     def _of_instruction(self, run: Run) -> str:
         if run.instruction == AFTER_FAILURE:
             return "after a failure"
-        if isinstance(program_called(self._controller, run.kind).body[run.instruction], ShiftDone):  # type: ignore[arg-type]
+        instruction = program_called(self._controller, run.kind).body[run.instruction]  # type: ignore[arg-type]
+        if isinstance(instruction, ShiftDone):
             return "shift arrives"
+        if type(instruction) is ReshardStart:
+            return "exchange begins"
         found = self.communication(run)
         return "exchange" if found is None else found.kind
 

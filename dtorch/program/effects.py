@@ -112,7 +112,7 @@ def op_called(name: str) -> Any:
             found = getattr(found, part)
     except AttributeError:
         return None
-    return found
+    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 _Place = tuple[int, str]

@@ -99,6 +99,31 @@ class Reshard(msgspec.Struct, frozen=True, tag="reshard"):
     order: list[int] | None = None
 
 
+class ReshardStart(msgspec.Struct, frozen=True, tag="reshard_start"):
+    """Begin ``move``: each device shows what it holds of the source. What stands before the `ReshardDone` hides the wait for the others.
+
+    Halves end in the order in which they began, and nothing else communicates meanwhile. The source must not be written.
+    """
+
+    move: Reshard
+
+    @property
+    def source_mesh(self) -> int:
+        return self.move.source_mesh
+
+    @property
+    def target_mesh(self) -> int:
+        return self.move.target_mesh
+
+    @property
+    def shape(self) -> Operand:
+        return self.move.shape
+
+
+class ReshardDone(ReshardStart, frozen=True, tag="reshard_done"):
+    """End the earliest move that has begun and not ended, which is ``move``."""
+
+
 class Roles(msgspec.Struct, frozen=True):
     """What each mesh axis splits of an attention: batch, query heads or sequence; an axis in no list splits nothing.
 
@@ -169,8 +194,8 @@ class ShiftDone(msgspec.Struct, frozen=True, tag="shift_done"):
     dtype: str
 
 
-Instruction = Union[Op, Local, Reshard, Rearrange, ShiftStart, ShiftDone]
-Communication = (Reshard, Rearrange, ShiftStart, ShiftDone)
+Instruction = Union[Op, Local, Reshard, ReshardStart, ReshardDone, Rearrange, ShiftStart, ShiftDone]
+Communication = (Reshard, ReshardStart, Rearrange, ShiftStart, ShiftDone)
 """The instructions in which devices meet; all others are a device's own affair."""
 
 
@@ -196,13 +221,15 @@ class Program(msgspec.Struct, frozen=True):
         """The ids of every mesh that takes part."""
         found = {self.mesh}
         for instruction in self.body:
-            if isinstance(instruction, (Reshard, Rearrange)):
+            if isinstance(instruction, (Reshard, ReshardStart, Rearrange)):
                 found |= {instruction.source_mesh, instruction.target_mesh}
         return found
 
 
 def slots_of(instruction: Instruction) -> list[int]:
     """The slots that an instruction reads, in order."""
+    if isinstance(instruction, ReshardStart):
+        return [instruction.move.source]
     if isinstance(instruction, Communication):
         return [] if isinstance(instruction, ShiftDone) else [instruction.source]
     found: list[int] = []
@@ -221,6 +248,8 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 def outs_of(instruction: Instruction) -> list[int]:
     """The slots that an instruction writes; -1 for results that are not kept."""
+    if isinstance(instruction, ReshardStart):
+        return [instruction.move.out] if isinstance(instruction, ReshardDone) else []
     if isinstance(instruction, Communication):
         return [] if isinstance(instruction, ShiftStart) else [instruction.out]
     return instruction.outs

@@ -78,6 +78,8 @@ def renamed(instruction: Instruction, slot: Any, operand: Any) -> Instruction:
         value = getattr(instruction, field)
         if field in ("source", "out"):
             changed[field] = slot(value)
+        elif field == "move":
+            changed[field] = renamed(value, slot, operand)
         elif field == "outs":
             changed[field] = [out if out < 0 else slot(out) for out in value]
         elif isinstance(value, (Operand, list, dict)) and field not in ("orders", "order"):

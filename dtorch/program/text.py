@@ -16,6 +16,8 @@ from .ir import (
     Program,
     Rearrange,
     Reshard,
+    ReshardDone,
+    ReshardStart,
     ShiftStart,
     Slot,
 )
@@ -49,6 +51,10 @@ def _line(program: Program, instruction: Instruction) -> str:
         if isinstance(instruction, Local) and instruction.outputs:
             text += f" as {', '.join(map(shown, instruction.outputs))}"
         return text if not any(out >= 0 for out in instruction.outs) else f"{outs} = {text}"
+    if isinstance(instruction, ReshardStart):
+        if isinstance(instruction, ReshardDone):
+            return f"%{instruction.move.out} = redistribute(%{instruction.move.source}): done"
+        return _line(program, instruction.move).partition(" = ")[2] + ": begin"
     if isinstance(instruction, Reshard):
         source, target = _placements(instruction.source_placements), _placements(instruction.target_placements)
         meshes = ""

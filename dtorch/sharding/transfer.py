@@ -71,6 +71,18 @@ class Transfer:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Half:
+    """One end of a transfer. Where it ``starts`` the device shows what it holds, and gets nothing yet; where it ends the others read it."""
+
+    transfer: Transfer
+    starts: bool
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        return self.transfer.group
+
+
 @functools.lru_cache(maxsize=16384)
 def steps(
     source_mesh: DeviceMesh,

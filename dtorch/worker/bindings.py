@@ -11,12 +11,23 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import decode
-from ..program.ir import Const, Local, LocalShape, Program, Rearrange, Reshard, ShiftDone, ShiftStart
+from ..program.ir import (
+    Const,
+    Local,
+    LocalShape,
+    Program,
+    Rearrange,
+    Reshard,
+    ReshardDone,
+    ReshardStart,
+    ShiftDone,
+    ShiftStart,
+)
 from ..raw import dtype_called
 from ..sharding.layout import local_shape
 from ..sharding.rearrange import Shift, rearrange, shift
 from ..sharding.sequence import Sizes
-from ..sharding.transfer import Transfer, steps
+from ..sharding.transfer import Half, Transfer, steps
 from . import (  # noqa: F401  these register the device functions
     functions,
     functions_attention,
@@ -120,8 +131,10 @@ def here_of(program: Program, call: Local, position: Callable[[Any], int]) -> Ma
     return Maker(make)
 
 
-def planner_of(move: Reshard | Rearrange) -> Maker:
-    """``f(global shape)``: the transfers of a `Reshard` or a `Rearrange` in which the device takes part."""
+def planner_of(move: Reshard | ReshardStart | Rearrange) -> Maker:
+    """``f(global shape)``: the transfers of what moves, or of half of it, in which the device takes part."""
+    if isinstance(move, ReshardStart):
+        return _halver_of(move)
     if isinstance(move, Rearrange):
         return _rearranger_of(move)
     source, target, dtype = decode(move.source_placements), decode(move.target_placements), dtype_called(move.dtype)
@@ -131,6 +144,25 @@ def planner_of(move: Reshard | Rearrange) -> Maker:
         return functools.lru_cache(maxsize=64)(
             lambda shape: steps(source_mesh, source, target_mesh, target, shape, dtype, site.device)
         )
+
+    return Maker(make)
+
+
+def _halver_of(half: ReshardStart) -> Maker:
+    """Only the first of the transfers begins early; the others stand on its result."""
+    whole, starts = planner_of(half.move), not isinstance(half, ReshardDone)
+
+    def make(site: Site) -> Callable[[tuple[int, ...]], tuple[Transfer | Half, ...]]:
+        plan = whole.make(site)
+
+        def halves(shape: tuple[int, ...]) -> tuple[Transfer | Half, ...]:
+            first, *others = plan(shape)
+            halved = len(first.group) > 1
+            if starts:
+                return (Half(first, True),) if halved else ()
+            return (Half(first, False) if halved else first, *others)
+
+        return functools.lru_cache(maxsize=64)(halves)
 
     return Maker(make)
 

@@ -23,7 +23,7 @@ from ..program.ir import Communication, Op, Program, ShiftDone, ShiftStart, slot
 from ..raw import dtype_called, dtype_name, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.rearrange import Shift
-from ..sharding.transfer import Transfer
+from ..sharding.transfer import Half, Transfer
 from . import memory
 from .assemble import copy, cut
 from .bindings import Site, planner_of, shift_of
@@ -44,11 +44,12 @@ from .restride import is_certainly_in_order, restride
 from .tracing import Tracer
 
 Value = torch.Tensor | Poison
-Move = Transfer | Shift
+Move = Transfer | Half | Shift
 Steps = Generator[tuple[Move, "Value | None"], "Value | None", None]
 """What a command that communicates is: it yields ``(transfer, local source tensor)`` and is sent the transfer's result.
 
-A `Shift` takes two: where it starts the device gives its tensor and gets nothing, where it ends the other way round.
+A `Shift` takes two: where it starts the device gives its tensor and gets nothing, where it ends the other way round. The `Half` of a
+transfer that starts gets nothing either; the tensor is there again where it ends.
 
 The tensor is None where the device holds no part of the source, a `Poison` where its part failed; the result is None where
 the device gets no part (``transfer.shape is None``), a `Poison` where any source that it needs is one. It yields only

@@ -25,6 +25,8 @@ from ..program.ir import (
     Program,
     Rearrange,
     Reshard,
+    ReshardDone,
+    ReshardStart,
     ShiftDone,
     ShiftStart,
     Slot,
@@ -98,8 +100,10 @@ class _Writer:
         program = self.program
         last_use = _last_uses(program)
         for index, instruction in enumerate(program.body):
-            if isinstance(instruction, (Reshard, Rearrange)):
+            if isinstance(instruction, (Reshard, ReshardDone, Rearrange)):
                 self.reshard(index, instruction)
+            elif isinstance(instruction, ReshardStart):
+                self.start(index, instruction)
             elif isinstance(instruction, (ShiftStart, ShiftDone)):
                 self.shift(index, instruction)
             elif self.held[program.mesh]:
@@ -213,11 +217,20 @@ class _Writer:
             return f"{name}.contiguous()"
         return f"{self.bind('t', same(restride))}({name}, {order!r})"
 
-    def reshard(self, index: int, move: Reshard | Rearrange) -> None:
+    def start(self, index: int, half: ReshardStart) -> None:
+        if self.held[half.source_mesh]:
+            plan = self.bind("t", bindings.planner_of(half))
+            self.line(index, f"x = {self.slot(half.move.source)}")
+            self.line(index, f"for t in {plan}(tuple({self.operand(half.shape)})):")
+            self.line(index, "yield t, x", depth=2)
+            self.line(index, "x = None")
+
+    def reshard(self, index: int, move: Reshard | ReshardDone | Rearrange) -> None:
         if not takes_part(move, self.held):
             return
         sends, receives = self.held[move.source_mesh], self.held[move.target_mesh]
         plan, alone = self.bind("t", bindings.planner_of(move)), self.bind("t", bindings.ALONE)
+        move = move.move if isinstance(move, ReshardDone) else move
         self.line(index, f"x = {self.slot(move.source) if sends else None}")
         self.line(index, f"for t in {plan}(tuple({self.operand(move.shape)})):")
         self.line(index, f"x = (yield t, x) if len(t.group) > 1 else {alone}(t, x)", depth=2)
@@ -246,7 +259,7 @@ def _compile(source: str) -> CodeType:
     return compile(source, FILENAME, "exec")
 
 
-def takes_part(move: Reshard | Rearrange | ShiftStart | ShiftDone, held: Held) -> bool:
+def takes_part(move: Reshard | ReshardStart | Rearrange | ShiftStart | ShiftDone, held: Held) -> bool:
     """Whether the device sends or receives in ``move``."""
     if isinstance(move, (ShiftStart, ShiftDone)):
         return held[move.mesh]
@@ -257,8 +270,8 @@ def present_outputs(program: Program, held: Held) -> list[int]:
     """The outputs that the device holds, as positions in the command of a run."""
     holds = dict.fromkeys(range(program.inputs), held[program.mesh])
     for instruction in program.body:
-        if isinstance(instruction, (Reshard, Rearrange)):
-            holds[instruction.out] = held[instruction.target_mesh]
+        if isinstance(instruction, (Reshard, ReshardStart, Rearrange)):
+            holds.update(dict.fromkeys(outs_of(instruction), held[instruction.target_mesh]))
         elif isinstance(instruction, (ShiftStart, ShiftDone)):
             holds.update(dict.fromkeys(outs_of(instruction), held[instruction.mesh]))
         else:

@@ -22,7 +22,7 @@ import torch
 
 from ...errors import WorkerLost
 from ...sharding.rearrange import Shift
-from ...sharding.transfer import Transfer
+from ...sharding.transfer import Half, Transfer
 from ..assemble import assemble, combine_all, copy
 from ..poison import Poison
 from .arena import FIRST_DEVICE, Arena, Region
@@ -84,15 +84,17 @@ class SharedMemory:
         self._groups: dict[tuple[int, ...], list[Link]] = {}
         # What others have yet to read: (offset, bytes, readers).
         self._published: list[tuple[int, int, list[Reader]]] = []
-        # Shifts that have started and not ended, each with its number with either neighbour.
-        self._shifts: deque[dict[int, int]] = deque()
+        # Shifts and halves of transfers that have started and not ended, each with its number with each of the others.
+        self._under_way: deque[dict[int, int]] = deque()
 
     def carry(
         self, move: Transfer | Shift, value: torch.Tensor | Poison | None, sequence: int
     ) -> torch.Tensor | Poison | None:
-        """`transfer`, or one end of a shift."""
+        """`transfer`, or one end of it, or of a shift."""
         if isinstance(move, Transfer):
             return self.transfer(move, value, sequence)
+        if isinstance(move, Half):
+            return self._begin_half(move, value, sequence) if move.starts else self._end_half(move, value)
         if move.starts:
             self._start(move, value, sequence)
             return None
@@ -124,13 +126,13 @@ class SharedMemory:
         """
         numbers = {link.peer: link.count for link in self._begin(shift.group)}
         try:
-            self._await_readers(len(self._published) - len(self._shifts))
+            self._await_readers(len(self._published) - len(self._under_way))
             self._publish([self._links[shift.receiver]], value, sequence)
         finally:
-            self._shifts.append(numbers)
+            self._under_way.append(numbers)
 
     def _finish(self, shift: Shift) -> torch.Tensor | Poison:
-        numbers = self._shifts.popleft()
+        numbers = self._under_way.popleft()
         try:
             found = self._read(self._links[shift.sender], shift.dtype, numbers[shift.sender])
             if isinstance(found, Poison):
@@ -138,10 +140,30 @@ class SharedMemory:
             on_cpu = shift.device_type == "cpu"
             return found.clone() if on_cpu else found.to(torch.device(shift.device_type, self._device), copy=True)
         finally:
-            words = self._control.words
-            for peer, number in numbers.items():
-                words[self._links[peer].leave] = number * COUNTED
-            self._control.announce(self._device)
+            self._leave(numbers)
+
+    def _begin_half(self, half: Half, value: torch.Tensor | Poison | None, sequence: int) -> None:
+        """Let the others read ``value`` from now on: what `transfer` does first."""
+        links = self._begin(half.group)
+        try:
+            if half.transfer.publishes:
+                self._publish(links, value, sequence)
+        finally:
+            self._under_way.append({link.peer: link.count for link in links})
+
+    def _end_half(self, half: Half, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
+        """Read what the others have let this one read: what `transfer` does then. Of an all-reduce, too, each reads all."""
+        numbers = self._under_way.popleft()
+        try:
+            return self._collect(half.transfer, value, numbers)
+        finally:
+            self._leave(numbers)
+
+    def _leave(self, numbers: dict[int, int]) -> None:
+        """Nothing more will be read in the transfers of these numbers."""
+        for peer, number in numbers.items():
+            self._control.words[self._links[peer].leave] = number * COUNTED
+        self._control.announce(self._device)
 
     def _begin(self, group: tuple[int, ...]) -> list[Link]:
         """Number the transfer with each of the others in its group."""
@@ -203,7 +225,7 @@ class SharedMemory:
         if not nbytes:
             return 0
         waiting = self._free_read()
-        if not self._shifts:  # a shift's reader may first wait for what is to be published here
+        if not self._under_way:  # whoever reads what is under way may first wait for what is to be published here
             while self._published and waiting + nbytes > _WAITING_BYTES:
                 waiting -= self._published[0][1]
                 self._await_readers(1)
@@ -237,7 +259,9 @@ class SharedMemory:
 
     # Reading
 
-    def _collect(self, transfer: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
+    def _collect(
+        self, transfer: Transfer, value: torch.Tensor | Poison | None, numbers: dict[int, int] | None = None
+    ) -> torch.Tensor | Poison | None:
         if transfer.shape is None:
             return None
         sources: dict[int, torch.Tensor] = {}
@@ -246,7 +270,7 @@ class SharedMemory:
                 source = value
             else:
                 link = self._links[device]
-                source = self._read(link, transfer.dtype, link.count)
+                source = self._read(link, transfer.dtype, link.count if numbers is None else numbers[device])
             if not isinstance(source, torch.Tensor):
                 return source
             sources[device] = source if transfer.source_type == "cpu" else source.cpu()
