@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..client import aliasing, dispatch, handles, lines, runtime, special, torch_internals
+from ..client import aliasing, handles, lines, runtime, special, torch_internals
 from ..client.controller import AHEAD, Controller
+from ..client.handles import wrap, wrap_view
 from ..client.interrupts import critical
 from ..client.values import Root, Value, next_value_id
 from ..program.compose import Segment
@@ -318,11 +319,11 @@ class Captured:
         for output in self.outputs:
             value = call.handles[output.base]._value if output.value is None else values[output.value]
             if output.base is not None:
-                outputs.append(dispatch.wrap_view(output.spec, value, call.handles[output.base]))
+                outputs.append(wrap_view(output.spec, value, call.handles[output.base]))
             elif output.sharer is not None:
-                outputs.append(dispatch.wrap_view(output.spec, value, outputs[output.sharer]))
+                outputs.append(wrap_view(output.spec, value, outputs[output.sharer]))
             else:
-                outputs.append(dispatch.wrap(output.spec, value))
+                outputs.append(wrap(output.spec, value))
         return outputs
 
     def matches(self, tensors: list[torch.Tensor]) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..client import dispatch, fresh, host, redistribute, runtime
+from ..client import fresh, host, redistribute, runtime
+from ..client.handles import wrap
 from ..client.interrupts import critical
 from ..client.leaves import Leaf
 from ..client.random_ops import draw_key
@@ -181,7 +182,7 @@ def _one(backward: Backward, state: _State, grads: Sequence[Any], defined: set[i
     values = _issue(backward, state, given, numbers, gradient.name)
     reached = set().union(*(gradient.reach[i] for i in defined))
     return [
-        None if result is None or at not in reached else dispatch.wrap(result[0], values[result[1]])
+        None if result is None or at not in reached else wrap(result[0], values[result[1]])
         for at, result in enumerate(backward.results)
     ]
 

@@ -14,7 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ..client import dispatch, torch_internals, watch
+from ..client import torch_internals, watch
+from ..client.handles import wrap
 from ..tensor import Tensor
 from .outside import grad_of
 from .plain import PLAIN, Mismatch
@@ -83,7 +84,7 @@ class Section:
         if isinstance(value, Tensor):
             if value._spec is None or value._value.id < self._recorder.floor:
                 return value
-            return dispatch.wrap(value._spec, None)  # type: ignore[arg-type]
+            return wrap(value._spec, None)  # type: ignore[arg-type]
         if isinstance(value, (list, tuple)):
             return type(value)([self._hollow(item) for item in value])
         return value
@@ -205,7 +206,7 @@ def numbers_in(value: Any) -> list[Any]:
 def _gradient_like(parameter: Any) -> Any:
     """A handle on nothing, of the kind of the parameter's gradient, if it has one."""
     grad = grad_of(parameter)
-    return None if type(grad) is not Tensor or grad._spec is None else dispatch.wrap(grad._spec, None)  # type: ignore[arg-type]
+    return None if type(grad) is not Tensor or grad._spec is None else wrap(grad._spec, None)  # type: ignore[arg-type]
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -11,7 +11,7 @@ import collections
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,10 @@ class Outside:
     def contents(self) -> list[tuple[Any, list[Any]]]:
         """Every list and dict that can be reached, with what is in it."""
         return [(one, contents_of(one)) for one in self._seen.values() if isinstance(one, (list, dict))]
+
+    def every(self) -> Iterable[Any]:
+        """Every object that can be reached."""
+        return self._seen.values()
 
     def saw(self, one: Any) -> bool:
         """Whether ``one`` can be reached."""

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import gc
-import operator
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..client import dispatch, host, lines, runtime, special, watch
+from ..client import host, runtime
+from ..client.handles import wrap
 from ..client.values import Value
 from ..program.compose import Command, Segment, compose
 from ..sharding.spec import mesh_id
 from ..tensor import Tensor
-from . import passes
+from . import changes, passes
 from .arguments import Arguments
-from .captured import Binding, Call, Captured, Output, Stage
+from .captured import Call, Captured, Stage
+from .changes import Given
 from .gradients import Gradient, backward_of, differentiate
-from .guards import ANY_TENSOR, NOTHING, Guards
+from .hidden import is_hidden
 from .optimizers import settings_of
-from .outside import Edge, Outside, contents_of, grad_of
+from .outer import Outer
+from .outside import Outside, grad_of
 from .plain import PLAIN, Entry
 from .reads import Read
 from .recorder import Key, Put, Recorder, copying
 from .results import maker_of
+from .wiring import Wiring
 
 
 class Recording:
@@ -42,26 +44,16 @@ class Recording:
         *,
         keeps_constants: bool = False,
     ) -> None:
-        self._keeps_constants = keeps_constants
+        self.keeps_constants = keeps_constants
         self.name = name
         self.arguments = arguments
         self.roots = [function, *arguments.objects]
         self.before = Outside(self.roots)
-        self.given_before = Outside([list(args), kwargs])
-        self.contents = self.given_before.contents()
+        self.given = Given(args, kwargs)
         self.recorder = recorder = Recorder()
-        #: Handles from outside: tensors of the arguments first.
-        self.outer: list[Any] = []
-        #: What they referred to before the call.
-        self.values: list[Value] = []
-        self.specs: list[Any] = []
-        self._noted: set[int] = set()
-        self._index_of_value: dict[int, int] = {}
-        self._generations: dict[int, int] = {}
-        self._edges: dict[int, Edge] = {}
+        self.outer = Outer(arguments.tensors, self.before)
         self._tell_of_outside()
-        self.graphs = [tensor.grad_fn for tensor in self.outer]
-        recorder.roots = list({id(v.root): (v.root, v.root.generation) for v in self.values}.values())
+        recorder.roots = self.outer.roots()
         torch.clear_autocast_cache()  # a cast that was made before is no part of this call
         grads = [grad_of(tensor) if tensor.is_leaf else None for tensor in self.arguments.tensors]
         with recorder, self._telling_of_backward():
@@ -75,7 +67,7 @@ class Recording:
         self.captured: Captured | None = None
         self.after = Outside(self.roots)
         if recorder.refused is None:
-            self.captured = self._capture(args, kwargs)
+            self.captured = self._capture()
         self.refused, self.passing = recorder.refused, recorder.passing
         if self.refused or self.passing:
             self.captured = None
@@ -91,8 +83,6 @@ class Recording:
                 recorder.tape.outside(tensor, lambda call, i=index: call.tensors[i])
             elif tensor._spec is None:
                 recorder.tape.outside(tensor._host.plain, lambda call, i=index: _memory(call.tensors[i]))
-            else:
-                self._outer(tensor)
         for edge, child in self.before.edges.values():
             if not isinstance(child, torch.Tensor):
                 continue
@@ -100,20 +90,6 @@ class Recording:
                 recorder.tape.outside(child, lambda call, edge=edge: edge.get())
             elif type(child) is Tensor and child._spec is None:
                 recorder.tape.outside(child._host.plain, lambda call, edge=edge: _memory(edge.get()))
-            elif type(child) is Tensor:
-                self._outer(child)
-
-    def _outer(self, tensor: Any) -> None:
-        """Note a handle from outside, once: it may be in several places."""
-        if id(tensor) in self._noted:
-            return
-        self._noted.add(id(tensor))
-        value = tensor._value
-        self._index_of_value.setdefault(value.id, len(self.outer))
-        self.values.append(value)
-        self.specs.append(tensor._spec)
-        self._generations[id(value.root)] = value.root.generation
-        self.outer.append(tensor)
 
     @contextmanager
     def _telling_of_backward(self) -> Iterator[None]:
@@ -133,15 +109,18 @@ class Recording:
 
     # -- afterwards
 
-    def _capture(self, args: Any, kwargs: Any) -> Captured | None:
+    def _capture(self) -> Captured | None:
         recorder = self.recorder
         captured = Captured(self.name, self.arguments.objects)
         captured.checks_grad = recorder.with_grad
         made = {value for command in recorder.commands for value in command.outputs}
         self._find_outputs(captured, made)
-        self._find_changes(args, kwargs, made)
+        self.changes = changes.put(self.before, self.after, self._handle, recorder)
+        self.changes += changes.taken_away(self.before, self.after, recorder)
+        self.rebound = changes.rebound(self.outer, self._handle)
+        self.given.refuse_changes(self.before, self.after, recorder)
         recorder.tape.settle()
-        if any(t.grad_fn is not graph for t, graph in zip(self.outer, self.graphs, strict=True)):
+        if self.outer.are_in_other_graphs():
             recorder.refuse("it writes in place, with autograd, to a tensor from outside")
         used = [put.node for put in recorder.puts.values()] + [n for e in recorder.tape.entries for n in e.inputs]
         if recorder.with_grad and any(node.tensor.requires_grad for node in used):
@@ -156,25 +135,26 @@ class Recording:
             return None
         commands = self._with_fresh_constants(recorder.commands)
         read_later = {v for backward in backwards for c in backward[3].commands for v in c.inputs}
-        kept = {self._id(handle) for handle in self.handles} | {self.fresh.get(v, v) for v in read_later}
+        kept = {self.id_of(handle) for handle in self.handles} | {self.fresh.get(v, v) for v in read_later}
         pieces = self._composed(commands, kept & (made | set(self.fresh.values())))
         segments = [segment for piece in pieces for segment in piece]
-        self._find_inputs(captured, segments, read_later)
+        self.wiring = wiring = Wiring(self)
+        wiring.find(captured, segments, read_later)
         if recorder.refused:
             return None
-        self._guard(captured)
+        wiring.guard(captured)
         self._finish(captured, segments)
         self._stage(captured, list(map(len, pieces)))
         if gradient is not None:
-            gradient.inputs = [self.position[i] for i in gradient.inputs]
-            gradient.backwards = [backward_of(b, self.name, self.pool, recorder) for b in backwards]
+            gradient.inputs = [wiring.position[i] for i in gradient.inputs]
+            gradient.backwards = [backward_of(b, self.name, wiring.pool, recorder) for b in backwards]
             if recorder.refused:
                 return None
             captured.gradient = gradient
             self._attach(captured)
-            read_later |= {value.id for value in self.values}
+            read_later |= {value.id for value in self.outer.values}
         del backwards
-        if self._is_hidden(made - read_later):
+        if is_hidden(made - read_later, [*self.outer.handles, *self.handles], recorder):
             recorder.refuse("a tensor made in the function is kept where dtorch.compile cannot see")
         return captured
 
@@ -199,34 +179,34 @@ class Recording:
         if not any(handle.grad_fn is not None for handle in self.handles):
             return None, []
         used = {value for command in self.recorder.commands for value in command.inputs}
-        read = {i for i, value in enumerate(self.values) if value.id in used}
+        read = {i for i, value in enumerate(self.outer.values) if value.id in used}
         try:
-            outputs, inputs, found, reach = differentiate(self.handles, self.outer, read, self.recorder)
+            outputs, inputs, found, reach = differentiate(self.handles, self.outer.handles, read, self.recorder)
         except (
             RuntimeError
         ) as error:  # the graph is used up, or its tensors were written: told when there is a backward
             outputs = [i for i, handle in enumerate(self.handles) if handle.grad_fn is not None]
-            inputs = [i for i in sorted(read) if self.outer[i].requires_grad]
+            inputs = [i for i in sorted(read) if self.outer.handles[i].requires_grad]
             return Gradient(self.name, outputs, inputs, [set() for _ in outputs], [], str(error)), []
         return Gradient(self.name, outputs, inputs, reach, []), found
 
     def _attach(self, captured: Captured) -> None:
         """Give the results of this call the node that those of later ones will have, and let go of its own graph."""
         call = Call(captured, self.arguments.tensors)
-        order: list[Any] = [None] * len(self.read)
-        for index in self.read:
-            order[self.position[index]] = self.outer[index]
+        order: list[Any] = [None] * len(self.wiring.read)
+        for index in self.wiring.read:
+            order[self.wiring.position[index]] = self.outer.handles[index]
         call.handles = order
         call.returned = self.returned
         call.values = {put.id: put.value for put in self.recorder.puts.values()}
         call.numbers = list(self.recorder.numbers)
         call.env = {node.index: node.tensor for node in self.needed}
-        wanted = set(self.inner)
+        wanted = set(self.wiring.inner)
         found = {one.id: one for one in gc.get_objects() if type(one) is Value and one.id in wanted}
         found |= {copy: self.recorder.puts[put].value for put, copy in self.fresh.items()}
-        values: Any = [found.get(value) for value in self.inner]  # those that backward reads are alive
+        values: Any = [found.get(value) for value in self.wiring.inner]  # those that backward reads are alive
         differentiable = set(captured.gradient.outputs)
-        outputs = [dispatch.wrap(h._spec, h._value) if i in differentiable else h for i, h in enumerate(self.handles)]
+        outputs = [wrap(h._spec, h._value) if i in differentiable else h for i, h in enumerate(self.handles)]
         call.handles = captured.gradient.attach(call, values, outputs)
         for edge, _, output in self.changes:
             if output in differentiable:
@@ -249,7 +229,7 @@ class Recording:
                 return lambda call: call.tensors[index]
             if type(tensor) is Tensor and tensor._spec is not None:
                 if self.before.saw(tensor) and tensor._value.id not in made:
-                    captured.returned.append(self._edge_of(tensor))
+                    captured.returned.append(self.outer.edge_of(tensor))
                     self.returned.append(tensor)
                     at = len(self.returned) - 1
                     return lambda call: call.returned[at]
@@ -261,22 +241,15 @@ class Recording:
                 return lambda call: tensor
             node = self.recorder.tape.node(plain)
             self.needed.append(node)
-            wrap = host.make if type(tensor) is Tensor else lambda found: found
+            as_it_was = host.make if type(tensor) is Tensor else lambda found: found
 
             def make(call: Any) -> Any:
                 found = call.plain(node)
-                return wrap(found.clone() if node.storage not in captured.variable else found)
+                return as_it_was(found.clone() if node.storage not in captured.variable else found)
 
             return make
 
         captured.result = maker_of(self.result, of_tensor, self.before.saw, self.recorder.refuse)
-
-    def _edge_of(self, tensor: Any) -> Edge:
-        if not self._edges:
-            for edge, child in self.before.edges.values():
-                if isinstance(child, torch.Tensor):
-                    self._edges.setdefault(id(child), edge)
-        return self._edges[id(tensor)]
 
     def _handle(self, tensor: Any) -> int:
         for index, handle in enumerate(self.handles):
@@ -284,55 +257,6 @@ class Recording:
                 return index
         self.handles.append(tensor)
         return len(self.handles) - 1
-
-    def _find_changes(self, args: Any, kwargs: Any, made: set[int]) -> None:
-        """Where outside of the function other tensors are than before."""
-        recorder = self.recorder
-        #: (edge, what was there, the index of the handle that is there now or None)
-        self.changes: list[tuple[Edge, Any, int | None]] = []
-        existing = {id(edge.container) for edge, _ in self.before.edges.values()}
-        existing |= {id(one) for one in self.before._seen.values()}
-        for one in self.before._seen.values():
-            own = getattr(one, "__dict__", None) if not isinstance(one, type) else None
-            if type(own) is dict:
-                existing.add(id(own))
-            if isinstance(one, torch.nn.Module):
-                existing |= {id(own[name]) for name in ("_parameters", "_buffers", "_modules")}
-        for place, (edge, child) in self.after.edges.items():
-            was = self.before.edges.get(place, (None, NOTHING))[1]
-            if child is was or not isinstance(child, torch.Tensor):
-                continue
-            if type(child) is not Tensor or child._spec is None:
-                recorder.once("it puts a plain tensor somewhere outside")
-                continue
-            if id(edge.container) not in existing or (edge.kind == "item" and was is NOTHING):
-                recorder.once("it puts tensors into objects that it makes, or appends them to lists")
-            else:
-                self.changes.append((edge, was, self._handle(child)))
-        for place, (edge, was) in self.before.edges.items():
-            if isinstance(was, Tensor) and place not in self.after.edges:
-                if edge.kind == "grad" or (edge.kind == "dict" and edge.key in edge.container):
-                    self.changes.append((edge, was, None))
-                elif edge.get() is not was:
-                    recorder.once("it takes tensors out of objects outside")
-        #: (index in `outer`, the index of a handle on what it refers to now)
-        self.rebound: list[tuple[int, int]] = []
-        for index, (handle, value) in enumerate(zip(self.outer, self.values, strict=True)):
-            if handle._value is not value:
-                self.rebound.append((index, self._handle(special.data_of(handle))))
-        for place, (edge, child) in Outside([list(args), kwargs]).edges.items():
-            known = self.given_before.edges.get(place, (edge, child))[1]
-            if (
-                isinstance(child, Tensor)
-                and child is not known
-                and place not in self.after.edges
-                and edge.kind != "grad"
-            ):
-                recorder.refuse("it puts tensors into a list or dict that it is given")
-        for container, items in self.contents:
-            now = contents_of(container)
-            if not self.before.saw(container) and (len(now) != len(items) or any(map(operator.is_not, now, items))):
-                recorder.refuse("it changes a list or dict that it is given")
 
     def _with_fresh_constants(self, commands: list[Command]) -> list[Command]:
         """The commands, with a copy in place of every constant that they write, or return a view of."""
@@ -353,176 +277,9 @@ class Recording:
                 found.insert(0, Command(copy, [put.id], [fresh], [], "copy of a constant"))
         return found
 
-    def _id(self, handle: Any) -> int:
+    def id_of(self, handle: Any) -> int:
         """The number of what a handle refers to, in the composed programs."""
         return self.fresh.get(handle._value.id, handle._value.id)
-
-    def _find_inputs(self, captured: Captured, segments: list[Any], read_later: set[int]) -> None:
-        """Where the inputs of the programs are in another call."""
-        recorder = self.recorder
-        inner = [value for segment in segments for value in segment.outputs]
-        self.inner = inner
-        known = set(self._index_of_value) | set(recorder.puts)
-        later = [v for v in sorted(read_later) if v in known and v not in self.fresh]
-        later += [read.id for read in recorder.reads if read.id not in set(inner)]
-        used = list(dict.fromkeys([*[v for s in segments for v in s.inputs if v not in set(inner)], *later]))
-        written = {i for i, v in enumerate(self.values) if v.root.generation != self._generations[id(v.root)]}
-        lines = {value: command for command in reversed(recorder.commands) for value in command.inputs}
-        bases = {id(value.root): i for i, value in reversed(list(enumerate(self.values)))}
-        wanted = {self._index_of_value[v] for v in used if v in self._index_of_value}
-        wanted |= {i for i in written if self._index_of_value[self.values[i].id] == i}
-        wanted |= {i for i, _ in self.rebound}
-        if any(handle.grad_fn is not None for handle in self.handles):
-            read = {value for command in recorder.commands for value in command.inputs}
-            wanted |= {i for i, v in enumerate(self.values) if v.id in read and self.outer[i].requires_grad}
-        wanted |= {bases[id(h._value.root)] for h in self.handles if id(h._value.root) in bases}
-        #: Indices in `outer` of the handles that a call reads: one of each value, then the others on the same value.
-        self.read = sorted(wanted)
-        values = {self.values[i].id for i in self.read}
-        self.read += [i for i, value in enumerate(self.values) if value.id in values and i not in wanted]
-        self.position = {index: at for at, index in enumerate(self.read)}
-        captured.written = [self.position[i] for i in sorted(written) if i in self.position and i in wanted]
-        sources: dict[int, int] = {}
-        constants: list[Put] = []
-        puts: list[Put] = []
-        for value in used:
-            put = recorder.puts.get(value)
-            if value in self._index_of_value:
-                sources[value] = self.position[self._index_of_value[value]]
-                if self.values[self._index_of_value[value]].copy is not None:
-                    recorder.refuse("it reads a view that was taken of a redistributed copy")
-            elif put is None:
-                command = lines.get(value)
-                at = "" if command is None else f" at {line_of(command)}"
-                recorder.refuse(
-                    f"it reads a tensor from where dtorch.compile cannot see{at}: give it as an argument, or keep it in the module"
-                )
-                return
-            elif put.node.storage in recorder.tape.variable:
-                puts.append(put)
-            else:
-                constants.append(put)
-        count = len(self.read)
-        for number, put in enumerate([*constants, *puts]):
-            sources[put.id] = count + number
-        count += len(constants) + len(puts)
-        for number, value in enumerate(inner):
-            sources[value] = count + number
-        self.pool = {**sources, **{put: sources[copy] for put, copy in self.fresh.items() if copy in sources}}
-        captured.sources = [[sources[v] for v in segment.inputs] for segment in segments]
-        for read in recorder.reads:
-            read.source = sources[read.id]
-        captured.constants = [put.spare if put.id in self.fresh else put.value for put in constants]
-        if self._keeps_constants:
-            captured.sent = [put.node.tensor for put in constants]
-        captured.puts = [put.id for put in puts]
-        self.needed += [put.node for put in puts]
-        self._describe_outputs(captured, inner, bases)
-
-    def _describe_outputs(self, captured: Captured, inner: list[int], bases: dict[int, int]) -> None:
-        roots: dict[int, Any] = {}
-        owners: dict[int, Any] = {self._id(handle): handle._value for handle in self.handles}
-        for value in inner:
-            owner = owners.get(value)
-            if owner is None:
-                captured.made.append((None, None))
-            elif id(owner.root) in bases:
-                captured.made.append((self.position[bases[id(owner.root)]], None))
-            else:
-                captured.made.append((None, id(owner.root)))
-        place = {value: i for i, value in enumerate(inner)}
-        differentiable: set[int] = set()
-        for handle in self.handles:
-            if handle.grad_fn is not None:
-                if id(handle._value.root) in bases or id(handle._value.root) in differentiable:
-                    self.recorder.refuse("it returns views that share memory and get gradients")
-                differentiable.add(id(handle._value.root))
-            value = handle._value
-            if value.copy is not None:
-                self.recorder.refuse("it returns a view that was taken of a redistributed copy")
-            output = Output(handle._spec, place.get(self._id(handle)))
-            if output.value is None and value.id not in self._index_of_value:
-                self.recorder.refuse("it returns a tensor from where dtorch.compile cannot see")
-                return
-            if id(value.root) in bases:
-                base = self._index_of_value[value.id] if output.value is None else bases[id(value.root)]
-                output.base = self.position[base]
-            else:
-                output.sharer = roots.setdefault(id(value.root), len(captured.outputs))
-                if output.sharer == len(captured.outputs):
-                    output.sharer = None
-            captured.outputs.append(output)
-
-    def _guard(self, captured: Captured) -> None:
-        """What must be as it was for the captured call to be used."""
-        read = [self.outer[i] for i in self.read]
-        given = {id(t): i for i, t in enumerate(self.arguments.tensors)}
-        plain = [node.tensor for node in self.recorder.tape.starts(self.needed) if node.read is not None]
-        hosts = [
-            t
-            for t in self.before.tensors.values()
-            if type(t) is Tensor and t._host and any(t._host.plain is p for p in plain)
-        ]
-        containers = [edge.container for edge, _, _ in self.changes]
-        without = [p for section in self.recorder.sections for p, grad in section.grads if grad is None]
-        without += [t for t in self.recorder.without_grad if self.before.saw(t)]
-        absent = [Edge("grad", tensor, None) for tensor in without]
-        absent = [edge for edge in absent if edge.place not in self.before.edges]
-        containers += [edge.container for edge in absent]
-        used = [one for one in (*read, *plain, *hosts, *self.returned, *containers) if self.before.saw(one)]
-        ways = {edge.place: (edge, child) for edge, child in self.before.ways(used)}
-        ways.update({edge.place: (edge, None) for edge in absent})
-        for edge, was, _ in self.changes:
-            if isinstance(was, Tensor) and edge.place not in ways:
-                ways[edge.place] = edge, ANY_TENSOR
-            elif not isinstance(was, torch.Tensor):
-                ways[edge.place] = edge, was
-        written = {edge.place for edge, _, _ in self.changes}
-        captured.guards = guards = Guards(list(ways.values()), self.before.modules, written)
-        at = {edge.place: i for i, edge in enumerate(guards.edges)}
-        guards.tie(list(ways.values()), given)
-        leaves, moving, fixed = [], [], []
-        for index, handle in zip(self.read, read, strict=True):
-            if id(handle) in given:
-                leaves.append((index, given[id(handle)]))
-        for index, handle in zip(self.read, read, strict=True):
-            if id(handle) not in given:
-                edge = self._edge_of(handle)
-                place = at[edge.place]
-                if place < guards.moving:
-                    moving.append((index, place))
-                else:
-                    fixed.append((index, place - guards.moving))
-        order = [index for index, _ in (*leaves, *moving, *fixed)]
-        # `handles` puts arguments first: renumber what was numbered before.
-        moved = {self.position[index]: number for number, index in enumerate(order)}
-        captured.leaves = [i for _, i in leaves]
-        captured.moving = [i for _, i in moving]
-        captured.fixed = [i for _, i in fixed]
-        captured.specs = [self.specs[i] for i in order]
-        captured.requires_grad = [self.outer[i].requires_grad for i in order]
-        count = len(order)
-        captured.sources = [[moved.get(s, s) if s < count else s for s in sources] for sources in captured.sources]
-        captured.written = [moved[i] for i in captured.written]
-        for number in self.recorder.reads:
-            number.source = moved.get(number.source, number.source) if number.source < count else number.source
-        self.pool = {value: moved.get(at, at) if at < count else at for value, at in self.pool.items()}
-        captured.made = [(None if base is None else moved[base], group) for base, group in captured.made]
-        for output in captured.outputs:
-            output.base = None if output.base is None else moved[output.base]
-        first: dict[int, int] = {}
-        for number, index in enumerate(order):
-            value = self.values[index].id
-            if first.setdefault(value, number) != number:
-                captured.twins.append((first[value], number))
-        for edge, _, output in self.changes:
-            captured.bindings.append(Binding(edge, output))
-        held = {id(tensor) for tensor in (*read, *self.returned)}
-        captured.released = [
-            e for e, was, _ in self.changes if e.kind == "grad" and isinstance(was, Tensor) and id(was) not in held
-        ]
-        self.position = {index: moved[at] for index, at in self.position.items()}
-        captured.rebound = [(self.position[index], output) for index, output in self.rebound]
 
     def _finish(self, captured: Captured, segments: list[Any]) -> None:
         recorder = self.recorder
@@ -566,41 +323,6 @@ class Recording:
         captured.items = [item for item in captured.items if type(item) is not Read]
         captured.reads = self.recorder.reads
 
-    def _is_hidden(self, made: set[int]) -> bool:
-        """Whether a value made in the function lives on where no later call would put its like."""
-        seen = {handle._value.id for handle in self.handles}
-        for handle in (*self.outer, *self.handles):
-            seen |= {copy.id for copy, _ in (handle._value.kept or {}).values()}
-
-        def alive() -> set[int]:
-            controller = runtime.controller()
-            with controller.lock:
-                self._drain(controller)
-            return made - self.recorder.freed - seen
-
-        if not alive():
-            return False
-        gc.collect()
-        left = alive()
-        if not left:
-            return False
-        handles = [
-            one for one in gc.get_objects() if type(one) is Tensor and one._value is not None and one._value.id in left
-        ]
-        # What only torch itself holds, as the base of a view, no Python code can come by.
-        return any(
-            not isinstance(holder, types.FrameType) and holder is not handles
-            for handle in handles
-            for holder in gc.get_referrers(handle)
-        )
-
-    def _drain(self, controller: Any) -> None:
-        watch.recorders[-1] = self.recorder
-        try:
-            controller.drain()
-        finally:
-            del watch.recorders[-1]
-
 
 def is_written_as_it_is(tensor: torch.Tensor) -> bool:
     """Whether each element has a place of its own, as far as strides of 0 tell."""
@@ -618,8 +340,3 @@ def _renamed(command: Command, old: int, new: int) -> Command:
     return Command(
         command.program, inputs, command.outputs, command.operands, command.name, command.line, command.varying
     )
-
-
-def line_of(command: Command) -> str:
-    """The user's line of a command."""
-    return lines.text(command.line)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..client import lines, runtime, torch_internals, values_out, watch
 from ..client.controller import Controller
+from ..client.handles import tensors_in
 from ..client.random_ops import draw_key
 from ..client.values import Root, Value, new_value, next_value_id
 from ..engine import protocol
@@ -293,10 +294,3 @@ def is_plain(value: Any) -> bool:
 def has_array(value: Any) -> bool:
     """Whether there is a numpy array in nested lists."""
     return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(has_array, value)))
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
