@@ -138,7 +138,7 @@ class Recording:
         kept = {self.id_of(handle) for handle in self.handles} | {self.fresh.get(v, v) for v in read_later}
         pieces = self._composed(commands, kept & (made | set(self.fresh.values())))
         segments = [segment for piece in pieces for segment in piece]
-        self.wiring = wiring = Wiring(self)
+        wiring = Wiring(self)  # no attribute: a cycle would keep what it has seen until garbage is collected
         wiring.find(captured, segments, read_later)
         if recorder.refused:
             return None
@@ -151,7 +151,7 @@ class Recording:
             if recorder.refused:
                 return None
             captured.gradient = gradient
-            self._attach(captured)
+            self._attach(captured, wiring)
             read_later |= {value.id for value in self.outer.values}
         del backwards
         if is_hidden(made - read_later, [*self.outer.handles, *self.handles], recorder):
@@ -190,21 +190,21 @@ class Recording:
             return Gradient(self.name, outputs, inputs, [set() for _ in outputs], [], str(error)), []
         return Gradient(self.name, outputs, inputs, reach, []), found
 
-    def _attach(self, captured: Captured) -> None:
+    def _attach(self, captured: Captured, wiring: Wiring) -> None:
         """Give the results of this call the node that those of later ones will have, and let go of its own graph."""
         call = Call(captured, self.arguments.tensors)
-        order: list[Any] = [None] * len(self.wiring.read)
-        for index in self.wiring.read:
-            order[self.wiring.position[index]] = self.outer.handles[index]
+        order: list[Any] = [None] * len(wiring.read)
+        for index in wiring.read:
+            order[wiring.position[index]] = self.outer.handles[index]
         call.handles = order
         call.returned = self.returned
         call.values = {put.id: put.value for put in self.recorder.puts.values()}
         call.numbers = list(self.recorder.numbers)
         call.env = {node.index: node.tensor for node in self.needed}
-        wanted = set(self.wiring.inner)
+        wanted = set(wiring.inner)
         found = {one.id: one for one in gc.get_objects() if type(one) is Value and one.id in wanted}
         found |= {copy: self.recorder.puts[put].value for put, copy in self.fresh.items()}
-        values: Any = [found.get(value) for value in self.wiring.inner]  # those that backward reads are alive
+        values: Any = [found.get(value) for value in wiring.inner]  # those that backward reads are alive
         differentiable = set(captured.gradient.outputs)
         outputs = [wrap(h._spec, h._value) if i in differentiable else h for i, h in enumerate(self.handles)]
         call.handles = captured.gradient.attach(call, values, outputs)
