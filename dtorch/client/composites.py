@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..tensor import Tensor
-from . import attention, dispatch, products, special, torch_internals
+from . import attention, dispatch, norms, products, special, torch_internals
 
 aten = torch.ops.aten
 
@@ -50,6 +50,7 @@ def register() -> None:
     """Put these in place of torch's own, for our handles."""
     torch_internals.override(aten.tensor_split.tensor_indices_or_sections, tensor_split)
     torch_internals.override(attention.OP, attention.scaled_dot_product_attention)
+    torch_internals.override(norms.RMS_NORM, norms.rms_norm)
     for op, whole in products.WHOLE.items():
         torch_internals.override(op, whole)
     for op in OUT_IGNORED:

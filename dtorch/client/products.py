@@ -32,7 +32,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         and (bias is None or bias.shape == weight.shape[:1])
     )
     if fits and not torch.is_grad_enabled():
-        return _run(LINEAR, *given)
+        return run_whole(LINEAR, *given)
     if fits and linear_breaks(x._spec):
         return _Linear.apply(x, weight, bias)
     return compose(LINEAR, *given)
@@ -48,7 +48,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return matmul(a, b.unsqueeze(1)).squeeze(-1)
     batch = batch_of(a.shape, b.shape) if a.shape[-1] == b.shape[-2] else None
     if batch is not None and not torch.is_grad_enabled():
-        return _run(MATMUL, a, b)
+        return run_whole(MATMUL, a, b)
     if batch is not None and matmul_breaks(a._spec, b._spec, batch):
         return _Matmul.apply(a, b)
     return compose(MATMUL, a, b)
@@ -74,7 +74,8 @@ def _are_alike(tensors: Sequence[Any]) -> bool:
     return all(type(t) is Tensor and t._spec is not None and t.dtype == tensors[0].dtype for t in tensors)
 
 
-def _run(op: Any, *args: Any) -> Any:
+def run_whole(op: Any, *args: Any) -> Any:
+    """A composite op as one, whatever torch makes of it."""
     if is_in_dispatch_mode():  # which is to see the op
         with below_autograd():
             return op(*args)
@@ -85,7 +86,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(x, weight)
-        return _run(LINEAR, x, weight) if bias is None else _run(LINEAR, x, weight, bias)
+        return run_whole(LINEAR, x, weight) if bias is None else run_whole(LINEAR, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -105,7 +106,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any) -> Any:
         ctx.save_for_backward(a, b)
-        return _run(MATMUL, a, b)
+        return run_whole(MATMUL, a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -133,7 +134,7 @@ class _Tensordot(torch.autograd.Function):
     def forward(ctx: Any, a: Any, b: Any, dims_a: list[int], dims_b: list[int]) -> Any:
         ctx.save_for_backward(a, b)
         ctx.dims = dims_a, dims_b
-        return _run(TENSORDOT, a, b, dims_a, dims_b)
+        return run_whole(TENSORDOT, a, b, dims_a, dims_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -337,6 +337,18 @@ def layer_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     return tuple([(out[0], out[1], dtype) for out, dtype in zip(found, dtypes, strict=True)])  # type: ignore[index]
 
 
+@formula(aten.rms_norm.default)
+def rms_norm(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
+    x, normalized, *rest = args
+    weight = rest[0] if rest else None
+    batch = len(x.shape) - len(normalized)
+    if kwargs or batch < 0 or not normalized or tuple(x.shape[batch:]) != tuple(normalized) or not _contiguous(x):
+        return None
+    if weight is not None and (tuple(weight.shape) != tuple(normalized) or weight.dtype != x.dtype):
+        return None
+    return ((tuple(x.shape), x.stride, x.dtype),) if x.dtype.is_floating_point else None
+
+
 @formula(aten.native_layer_norm_backward.default)
 def layer_norm_backward(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
     if len(args) != 8:
