@@ -213,7 +213,7 @@ class Recorder:
         if not self.tape.is_known(tensor):
             if self._forward_recorder is not None and self._forward_recorder.tape.is_known(tensor):
                 owner = self._forward_recorder
-            else:
+            elif tensor.ndim:  # composites of torch's make 0-d tensors of their numbers, as ``x[0] = 1`` does
                 self.refuse(UNSEEN)
         controller = self.controller
         with controller.lock:

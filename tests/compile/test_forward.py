@@ -205,6 +205,20 @@ def test_a_constant_that_is_written() -> None:
         close(compiled(placed(X + step)), (X + step).sum(0))
 
 
+def test_numbers_put_into_a_tensor() -> None:
+    def function(x: torch.Tensor, n: int) -> torch.Tensor:
+        y = x.new_zeros(x.shape)
+        y[:, 1:] = x[:, :-1]
+        y[..., 0] = n
+        y[0, 2] = -1.5
+        return y
+
+    compiled = dtorch.compile(function)
+    for n in (3, 7):
+        compiled(placed(X), n)
+        close(captured(compiled, placed(X + n), n), function(X + n, n))
+
+
 def test_random_numbers_go_on() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         noise = torch.rand_like(x)

@@ -13,7 +13,8 @@ import torch
 import dtorch
 from dtorch import DeviceMesh
 
-from ..integrations.tiny import GPT2, GROUPED, SPECIAL, TEXT
+from ..integrations.tiny import GPT2, GROUPED, SPECIAL, TEXT, WITH_A_PLAN
+from ..integrations.tiny import MODELS as EVERY
 from .same import close, runs
 
 pytestmark = [pytest.mark.usefixtures("simulated"), pytest.mark.filterwarnings("error:dtorch.compile")]
@@ -42,6 +43,31 @@ def hf_model(name: str) -> tuple[Any, Any]:
     return dtorch.distribute_module(
         copy.deepcopy(plain), MESH, "auto" if GROUPED.items() <= settings.items() else {}
     ), plain
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_training_step_of_every_model(name: str) -> None:
+    """Forward, backward and step in one message, the same as on one device."""
+    transformers = pytest.importorskip("transformers")
+    config, kind, settings, inputs = EVERY[name]
+    torch.manual_seed(0)
+    plain = getattr(transformers, kind)(getattr(transformers, config)(**settings)).train()
+    model = dtorch.distribute_module(copy.deepcopy(plain), MESH, "auto" if name in WITH_A_PLAN else {})
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
+
+    def step(module: Any, optimizer: Any, inputs: dict[str, Any]) -> Any:
+        loss = module(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = dtorch.compile(step)
+    given = {k: dtorch.from_torch(v, MESH) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    for _ in range(2):
+        found, count = runs(compiled, model, optimizers[0], given)
+        close(found, step(plain, optimizers[1], {k: copy.copy(v) for k, v in inputs.items()}))
+    assert count == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
