@@ -171,7 +171,7 @@ def _edges_of(parent: Any) -> Iterator[tuple[Edge, Any]]:
             for key, child in list(parent.__dict__[name].items()):
                 yield Edge("dict", parent.__dict__[name], key), child
         yield from _attributes(parent, _MODULE_DICTS)
-    elif isinstance(parent, torch.optim.Optimizer) or not _is_library(type(parent).__module__):
+    elif isinstance(parent, (torch.optim.Optimizer, torch.amp.GradScaler)) or not _is_library(type(parent).__module__):
         yield from _attributes(parent)
 
 

@@ -207,6 +207,43 @@ def test_steps_that_are_left_out_by_the_norm() -> None:
     assert 0 < next(iter(optimizer.state.values()))["step"] < 10
 
 
+def test_a_gradient_scaler() -> None:
+    """Which reads whether a gradient has become infinite, leaves such steps out, and scales by less from there on."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+    model = dtorch.distribute_module(copy.deepcopy(plain), MESH, {"0.*": [Shard(0)], "2.weight": [Shard(1)]})
+
+    def step_of(module: Any) -> tuple[Callable[[Any], Any], Any]:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return step, scaler
+
+    (ours, our_scaler), (theirs, scaler) = step_of(model), step_of(plain)
+    compiled = dtorch.compile(ours)
+    counts = []
+    for at in range(12):
+        x = X.clone()
+        x[0, 0] = float("inf") if at in (5, 9) else 1
+        found, count = runs(lambda s: silently(compiled, s), placed(x))
+        counts.append(count)
+        close(found, theirs(x))
+        assert our_scaler.get_scale() == scaler.get_scale()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.to_torch(), other, rtol=1e-4, atol=1e-5)
+    assert counts[4] == counts[-1] == 2
+
+
 def test_verify_knows_another_value_from_another_program() -> None:
     state = {"scale": 2}
 
