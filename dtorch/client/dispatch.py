@@ -17,7 +17,7 @@ from ..mesh import DeviceMesh
 from ..sharding import shapes
 from ..sharding.choose import Weighed
 from ..sharding.forms import form_of, resized, serves_its_form
-from ..sharding.plan import Choice, Plan, completions, decide, describe, plan_gathered, write_plan
+from ..sharding.plan import Choice, Plan, check, completions, decide, describe, plan_gathered, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import Call, TensorArg
@@ -119,7 +119,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
     plan = _PLANS.get(key) or _PLANS.older(key)
     if plan is None:
         try:
-            plan = make_plan(info, args, kwargs, tensors, controller, choice)
+            plan = make_plan(info, args, kwargs, tensors, numbers, controller, choice)
         except shapes.DataDependent:
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
         except MeshMismatch as error:
@@ -206,7 +206,8 @@ def make_plan(
     info: CallInfo,
     args: Any,
     kwargs: dict[str, Any],
-    tensors: list[Tensor],
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
     controller: Controller,
     choice: Choice | None,
 ) -> Plan | Choice:
@@ -215,13 +216,21 @@ def make_plan(
         if tensor._value.id < controller.floor:
             raise controller.foreign()
     specs = [t._spec for t in tensors]
-    described = describe(info, *with_metas(args, kwargs), specs) if choice is None else choice.call
+    if choice is None:
+        metas: list[TensorArg] = []
+        given = with_metas(args, kwargs, metas)
+        by_form = info.is_checked_by_form and not numbers
+        described = describe(info, *given, specs, tuple(metas), checked=by_form)
+    else:
+        described, by_form = choice.call, False
     form = served = None
     if info.by_form:
         form = form_of(info, described, specs)
         served = _FORMS.get(form) or _FORMS.older(form)
         if type(served) is Plan:
             return resized(info, served, described)
+    if by_form:
+        check(described, specs[0].mesh)
     # Where everything has been moved already the choice is free when made anew, so that its plan can serve its form.
     choice = None if choice is None else choice.at(specs)
     if choice is None or (info.by_form and not choice.moves):
@@ -249,21 +258,24 @@ def written_plan(choice: Choice, specs: list[Spec], controller: Controller) -> P
     return plan
 
 
-def with_metas(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a `TensorArg` for every tensor, numbered in order."""
-    count = 0
+def with_metas(
+    args: Any, kwargs: dict[str, Any], metas: list[TensorArg] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a `TensorArg` for every tensor, numbered in order, and appended to ``metas``."""
+    found: list[TensorArg] = [] if metas is None else metas
 
     def convert(value: Any) -> Any:
-        nonlocal count
-        if type(value) is Tensor:
+        kind = type(value)
+        if kind is Tensor:
             spec = value._spec
-            count += 1
-            return TensorArg(count - 1, tuple(spec.shape), spec.stride, spec.dtype)
-        if isinstance(value, (list, tuple)):
+            meta = TensorArg(len(found), tuple(spec.shape), spec.stride, spec.dtype)
+            found.append(meta)
+            return meta
+        if kind is list or kind is tuple or isinstance(value, (list, tuple)):
             return [convert(item) for item in value]
         return value
 
-    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()}
+    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()} if kwargs else {}
 
 
 def _with_tensors(args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:

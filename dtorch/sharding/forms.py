@@ -8,6 +8,7 @@ choice that was *free* (nothing moves, and no other was weighed) follows from th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,14 +61,20 @@ def serves_its_form(plan: Plan) -> bool:
 
 def resized(info: OpInfo, plan: Plan, call: Call) -> Plan:
     """The plan of ``call``, which has the form of the call that ``plan`` was made for."""
-    mesh = plan.mesh
     other = object.__new__(Plan)
-    for name in Plan.__slots__:
-        setattr(other, name, getattr(plan, name))
-    outputs = [
-        None if spec is None else Spec.of(mesh, spec.placements, out.shape, out.stride, out.dtype)  # type: ignore[union-attr]
-        for spec, out in zip(plan.outputs, call.outputs, strict=True)
-    ]
-    other.outputs, other.call = tuple(outputs), call
+    for name, value in zip(_FIELDS, _values_of(plan)):  # noqa: B905 - one for each
+        _set(other, name, value)
+    other.outputs = tuple(
+        [
+            None if spec is None else spec.resized(out.shape, out.stride)  # type: ignore[union-attr]
+            for spec, out in zip(plan.outputs, call.outputs)  # noqa: B905 - one for each
+        ]
+    )
+    other.call = call
     other.nbytes = fresh_bytes(info, other.outputs)
     return other
+
+
+_FIELDS = tuple(name for name in Plan.__slots__ if name not in ("outputs", "call", "nbytes"))
+_values_of = operator.attrgetter(*_FIELDS)
+_set = object.__setattr__

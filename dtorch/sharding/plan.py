@@ -187,12 +187,21 @@ def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: 
     return write_plan(decide(info, describe(info, args, kwargs, specs), specs), specs)
 
 
-def describe(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Call:
+def describe(
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: list[Spec],
+    inputs: tuple[TensorArg, ...] | None = None,
+    checked: bool = False,
+) -> Call:
     """The call of an op, with what it gives.
 
     Args:
         args, kwargs: the call's arguments, with a `TensorArg` for every tensor, numbered in order.
         specs: the tensors' specs.
+        inputs: those `TensorArg`, if they are at hand.
+        checked: the caller sees to `check`.
 
     Raises:
         MeshMismatch: tensors on different meshes.
@@ -201,11 +210,19 @@ def describe(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs:
     """
     mesh = common_mesh(info.op, specs)
     inferred = shapes.infer(info.op, args, kwargs)
-    if mesh.device_type == "cpu":
-        checks.check(info.op, args, kwargs)
+    if inputs is None:
+        inputs = tuple([TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs)])
     outputs = tuple([None if out is None else TensorArg(i, *out) for i, out in enumerate(inferred)])
-    inputs = tuple([TensorArg(i, tuple(s.shape), s.stride, s.dtype) for i, s in enumerate(specs)])
-    return Call(info.op, args, kwargs, inputs, outputs)
+    call = Call(info.op, args, kwargs, inputs, outputs)
+    if not checked:
+        check(call, mesh)
+    return call
+
+
+def check(call: Call, mesh: DeviceMesh) -> None:
+    """Raise what the kernels of the mesh's devices refuse, though its shapes can be inferred."""
+    if mesh.device_type == "cpu":
+        checks.check(call.op, call.args, call.kwargs)
 
 
 def decide(info: OpInfo, call: Call, specs: list[Spec], weighed: Weighed | None = None) -> Choice:

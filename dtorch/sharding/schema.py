@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..program.effects import HIDDEN_VIEWS, HIDDEN_WRITES
+from . import checks
 from .rules import STATIC_NUMBERS, rule_for
 from .strategy import TensorArg
 
@@ -70,6 +71,8 @@ class OpInfo:
         self.is_foreach = schema.name.startswith("aten::_foreach_")
         self.by_form = rule is not None and rule.by_form
         self.by_shards = rule is not None and rule.by_shards
+        #: Whether a kernel takes a call without numbers follows from the call's form (`dtorch.sharding.forms`).
+        self.is_checked_by_form = self.by_form and op not in checks.SUSPECTS and torch.Tag.inplace not in op.tags
         self.local = ALWAYS_LOCAL.get(op)
         self.physical = LAZY_VIEWS.get(op)
         #: Outputs that are the written input itself, as an in-place op returns it: output index -> argument.

@@ -7,7 +7,7 @@ differently.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from . import fast_products, fast_views  # noqa: F401 - they register their formulas
-from .fast_shapes import REFUSED, Meta, formula_of
+from .fast_shapes import REFUSED, Formula, Meta, formula_of
 from .strides import is_channels_last
 
 
@@ -81,25 +81,42 @@ def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
         DataDependent: only the values can tell.
         RuntimeError, IndexError, …: what torch raises for these shapes.
     """
-    if op in DATA_DEPENDENT or _has_mask(op, args):
+    known = _KNOWN.get(id(op)) or _know(op)
+    if known.depends or (known.is_index and _has_mask(args)):
         raise DataDependent(str(op))
-    found = _infer(op, args, kwargs)
-    at = _output_mask(op)
+    found = _infer(known, args, kwargs)
+    at = known.output_mask
     if at is None:
         return found
     wanted = args[at] if at < len(args) else kwargs["output_mask"]
     return tuple([out if is_wanted else None for out, is_wanted in zip(found, wanted, strict=True)])
 
 
-@functools.cache
-def _output_mask(op: torch._ops.OpOverload) -> int | None:
-    """The position of the argument by which a backward is told which gradients to make: meta kernels make the others too."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """What inferring needs to know of an op. ``output_mask``: the position of the argument by which a backward is told which gradients to
+    make: meta kernels make the others too."""
+
+    op: torch._ops.OpOverload
+    depends: bool
+    is_index: bool
+    output_mask: int | None
+    formula: Formula | None
+
+
+#: By the op's id, for hashing an OpOverload runs Python.
+_KNOWN: dict[int, _Known] = {}
+
+
+def _know(op: torch._ops.OpOverload) -> _Known:
     names = [argument.name for argument in op._schema.arguments]
-    return names.index("output_mask") if "output_mask" in names and not op._schema.is_mutable else None
+    mask = names.index("output_mask") if "output_mask" in names and not op._schema.is_mutable else None
+    found = _KNOWN[id(op)] = _Known(op, op in DATA_DEPENDENT, op is aten.index.Tensor, mask, formula_of(op))
+    return found
 
 
-def _infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
-    fast = formula_of(op)
+def _infer(known: _Known, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
+    op, fast = known.op, known.formula
     try:
         if fast is not None:
             found = fast(op, args, kwargs)
@@ -203,9 +220,9 @@ def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
         raise DataDependent(str(op)) from e
 
 
-def _has_mask(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+def _has_mask(args: Sequence[Any]) -> bool:
     """Indexing by a bool or byte mask: the size of the result is the number of true values. (Writing by a mask has known shapes.)"""
-    return op is aten.index.Tensor and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
 
 def _rebuild(value: Any, device: str) -> Any:

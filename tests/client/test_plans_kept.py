@@ -130,6 +130,5 @@ def test_caches_of_functions_have_a_limit_where_shapes_are_their_keys() -> None:
     assert unlimited <= {
         "dtorch.sharding.choose._returned_arguments",
         "dtorch.sharding.strategy.schema_arguments",
-        "dtorch.sharding.shapes._output_mask",
         "dtorch.client.failures.remote",
     }, unlimited
