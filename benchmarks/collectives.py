@@ -20,7 +20,6 @@ from dtorch.sharding.transfer import steps
 from dtorch.worker.comm.arena import create_segment
 from dtorch.worker.comm.control import Control
 from dtorch.worker.comm.shared import SharedMemory
-from dtorch.worker.memory import keep_freed
 
 from .measure import Row, ratio, rounds, row
 
@@ -73,7 +72,6 @@ def _compete(processes: int, nbytes: int, calls: int, least: int) -> list[Row]:
 
 def _member(device: int, processes: int, memory: int, store: str, nbytes: int, calls: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
-    keep_freed()
     group = c10d.ProcessGroupGloo(c10d.FileStore(store, processes), device, processes)
     communicator = SharedMemory(memory, Control(memory, processes), device)
     mesh = DeviceMesh("cpu", list(range(processes)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-#: Tensors of at least this many bytes are copied into huge pages.
-HUGE_BYTES = 4 << 20
+# From about here on libc writes past the caches, and a copy takes 0.6 of torch's time (256 MB: 20 ms and 35 ms).
+_PAST_CACHES = 1 << 24
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,13 +32,19 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.T
     return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
 
 
-def copied(flat: torch.Tensor) -> torch.Tensor:
-    """A copy of a 1-d uint8 tensor. A large one lies in huge pages, since touching small ones the first time costs more than the copy."""
-    if flat.numel() < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return flat.clone()
-    memory = mmap.mmap(-1, flat.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).copy_(flat)
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` between cpu tensors of one shape; fast where they are large."""
+    nbytes = target.nbytes
+    if (
+        nbytes >= _PAST_CACHES
+        and target.dtype is source.dtype
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and not (source.is_conj() or source.is_neg() or source.is_cuda)
+    ):
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    else:
+        target.copy_(source)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .. import memory_pool
 from ..future import TensorFuture
-from ..raw import copied, from_bytes
+from ..raw import copy, from_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.spec import Spec
 
@@ -78,7 +79,8 @@ class Gather(Waiting):
             return False
         if self.landing is not None:
             memory, reference = self.landing
-            self.whole = copied(memory).view(spec.dtype).view(spec.shape)
+            self.whole = memory_pool.empty(spec.shape, spec.dtype)
+            copy(self.whole, memory.view(spec.dtype).view(spec.shape))
             self.release(reference)
         self.future._set(self.whole)
         return True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ..raw import copy
 from ..worker.comm.arena import CLIENT, Arena, Region
 from .protocol import PUT
 
@@ -50,7 +51,7 @@ class Staging:
                     break
                 target = self._sent[0][0]
             self._wait(target)
-        memory.copy_(tensor.detach())  # as typed elements, not as bytes: twice as fast (torch 2.13, 2 threads)
+        copy(memory, tensor.detach())
         return [offset, nbytes]
 
     def landing(self, nbytes: int) -> tuple[torch.Tensor, Place]:

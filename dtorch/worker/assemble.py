@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
 
+from .. import memory_pool
+from ..raw import copy
 from ..sharding.layout import Box, box_shape
 from ..sharding.pieces import Piece
 from ..sharding.transfer import Transfer
@@ -23,9 +24,6 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "or": torch.logical_or,
 }
 
-#: From about here on libc writes past the caches, and a copy takes 0.6 of torch's time (256 MB: 20 ms and 35 ms).
-_PAST_CACHES = 1 << 24
-
 
 def assemble(transfer: Transfer, read: Callable[[int], torch.Tensor], device: torch.device) -> torch.Tensor:
     """The result of ``transfer``, a fresh contiguous tensor; ``read(d)`` is device ``d``'s local source tensor.
@@ -36,10 +34,10 @@ def assemble(transfer: Transfer, read: Callable[[int], torch.Tensor], device: to
     if len(terms) < 2:
         return _put_together(transfer, terms[0] if terms else (), read, device)
     addends = [_addend(transfer, term, read, device) for term in terms]
-    if not all(addend.is_contiguous() for addend in addends[:2]):
-        addends[0] = addends[0].clone(memory_format=torch.contiguous_format)
-        return combine_all(transfer.reduce_op, addends, addends[0])
-    return combine_all(transfer.reduce_op, addends)
+    first, second, *_ = addends
+    if first.nbytes < memory_pool.SMALLEST_BYTES and first.is_contiguous() and second.is_contiguous():
+        return combine_all(transfer.reduce_op, addends)
+    return combine_all(transfer.reduce_op, addends, _empty(first.shape, first.dtype, device))
 
 
 def combine_all(op: str, addends: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,21 +60,6 @@ def combine_all(op: str, addends: Sequence[torch.Tensor], out: torch.Tensor | No
     return total.to(dtype) if out is None else out.copy_(total)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)`` between cpu tensors of one shape; fast where they are large."""
-    nbytes = target.nbytes
-    if (
-        nbytes >= _PAST_CACHES
-        and target.dtype is source.dtype
-        and target.is_contiguous()
-        and source.is_contiguous()
-        and not (source.is_conj() or source.is_neg() or source.is_cuda)
-    ):
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
-    else:
-        target.copy_(source)
-
-
 def _addend(
     transfer: Transfer, term: tuple[Piece, ...], read: Callable[[int], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
@@ -90,11 +73,18 @@ def _put_together(
     transfer: Transfer, term: tuple[Piece, ...], read: Callable[[int], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     assert transfer.shape is not None, "this device gets no part"
-    make = torch.zeros if transfer.zeros else torch.empty
-    result = make(transfer.shape, dtype=transfer.dtype, device=device)
+    result = _empty(transfer.shape, transfer.dtype, device)
+    if transfer.zeros:
+        result.zero_()
     for piece in term:
         copy(cut(result, piece.target), cut(read(piece.device), piece.source))
     return result
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return memory_pool.empty(shape, dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -16,16 +16,16 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from .. import memory_pool
 from ..engine import protocol
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, decode, is_partial
 from ..program.ir import Communication, Op, Program, ShiftDone, ShiftStart, slots_of
-from ..raw import dtype_called, dtype_name, to_bytes
+from ..raw import copy, dtype_called, dtype_name, to_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.rearrange import Shift
 from ..sharding.transfer import Half, Transfer
-from . import memory
-from .assemble import copy, cut
+from .assemble import cut
 from .bindings import Site, planner_of, shift_of
 from .damage import live_bytes, poison_aliases, storage_id, written_inputs
 from .lower import (
@@ -59,8 +59,6 @@ command's failure; the transfer that was yielded counts as made.
 
 #: Seconds between looks at the store for STATS' peak. A look costs about 0.3 us a value.
 PEAK_INTERVAL = 0.02
-#: Seconds between looks at how much of a worker's memory is free. A look costs some 0.3 us for each gap between tensors.
-TRIM_INTERVAL = 1.0
 
 
 class Blobs(Protocol):
@@ -129,7 +127,6 @@ class Executor:
         self._defined: dict[int, _Defined] = {}
         self._peak = 0
         self._next_look = 0.0
-        self._next_trim = 0.0
         self._tracer: Tracer | None = None
         self._commands: dict[int, Callable[[list], Any]] = {
             protocol.FREE: self._free,
@@ -305,15 +302,11 @@ class Executor:
         self._emit([protocol.POISONED, self.device, token, poison.origin])
 
     def _free(self, command: list) -> None:
-        now = time.monotonic()
-        if now > self._next_look:
+        if time.monotonic() > self._next_look:
             self._look()
         pop = self.values.pop
         for value in command[1:]:
             pop(value, None)
-        if now > self._next_trim:
-            memory.trim()
-            self._next_trim = now + TRIM_INTERVAL
 
     def _look(self) -> int:
         live = live_bytes(self.values)
@@ -355,7 +348,10 @@ class Executor:
         placements, dtype = decode(codes), dtype_called(dtype_name)
         box = local_box(placements, mesh.shape, coordinate, shape)
         device = torch_device(mesh.device_type, self.device)
-        result = torch.empty(box_shape(box), dtype=dtype, device=device)
+        if device.type == "cpu":
+            result = memory_pool.empty(box_shape(box), dtype)
+        else:
+            result = torch.empty(box_shape(box), dtype=dtype, device=device)
         if any(is_partial(placement) and index for placement, index in zip(placements, coordinate, strict=True)):
             result.zero_()
         elif result.numel():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import memory_pool
 from ..engine.channel import WorkerChannel
 from ..engine.protocol import IMPORT, READY
 from ..errors import WorkerLost
@@ -16,7 +17,6 @@ from .comm.arena import CLIENT, Region
 from .comm.control import Control
 from .comm.process_groups import ProcessGroups
 from .executor import Executor, Steps
-from .memory import give_back, keep_freed
 
 
 class SharedBlobs:
@@ -61,7 +61,6 @@ def main(
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
-    keep_freed()
     channel = WorkerChannel(address, batch)
     events: list[list] = []
     control = Control(fd, devices)
@@ -75,7 +74,7 @@ def main(
     torch.set_grad_enabled(False)
     ran = control.ran
     while True:
-        commands = channel.receive(idle=give_back)
+        commands = channel.receive(idle=memory_pool.give_back)
         run = executor.run  # another one while times are wanted
         for command in commands:
             steps = run(command, sequence)

@@ -13,9 +13,11 @@ import functools
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from ...memory_pool import leased
 
 REGION = 1 << 40
 """Bytes of address space per region in the file; nothing is allocated before it is touched."""
@@ -26,7 +28,8 @@ FIRST_DEVICE = 2
 _PAGE = 4096
 _FIRST_WINDOW = 1 << 30
 _KEPT_VIEWS = 1024
-_KEPT_BYTES = 1 << 29
+#: Bytes of freed blocks whose memory stays.
+KEPT_BYTES = 1 << 29
 
 
 def create_segment(devices: int) -> int:
@@ -65,13 +68,13 @@ class Region:
             self._views[key] = found
         return found
 
-    def buffer(self, kind: type[ctypes.Array], offset: int) -> ctypes.Array:
-        """A ``kind`` over the bytes at ``offset``; it keeps its mapping alive."""
-        end = offset + ctypes.sizeof(kind)
+    def leased(self, offset: int, nbytes: int, free: Callable[[], object]) -> ctypes.Array:
+        """A buffer of these bytes; it keeps its mapping alive, and calls ``free`` when it dies."""
+        end = offset + nbytes
         if end > self._mapped:
             self._map(end)
         assert self._window is not None
-        return kind.from_buffer(self._window, offset)
+        return leased(self._window, offset, nbytes, free)
 
     def give_up(self, offset: int, nbytes: int) -> None:
         """Return the memory of these bytes to the system; they read as zeros then."""
@@ -90,7 +93,7 @@ class Arena:
     """Allocates blocks of a region that this process owns. Not thread-safe.
 
     Sizes are powers of two: what is not touched costs nothing, and a freed block, its pages there already, serves the next
-    request of about its size. Beyond half a GiB of freed blocks their memory goes back to the system.
+    request of about its size. What is freed beyond `KEPT_BYTES` goes back to the system.
     """
 
     def __init__(self, region: Region) -> None:
@@ -98,6 +101,7 @@ class Arena:
         self._free: dict[int, list[int]] = {}
         self._sizes: dict[int, int] = {}
         self._users: dict[int, int] = {}
+        self._given_up: set[int] = set()
         self._end = 0
         self._idle = 0
 
@@ -107,7 +111,10 @@ class Arena:
         blocks = self._free.get(size)
         if blocks:
             offset = blocks.pop()
-            self._idle -= size
+            if offset in self._given_up:
+                self._given_up.remove(offset)
+            else:
+                self._idle -= size
         else:
             offset = self._end
             if offset + size > REGION:
@@ -120,8 +127,7 @@ class Arena:
         """A contiguous tensor in a block of its own, and the block's offset; the block is freed when the tensor's storage dies."""
         count = math.prod(shape)
         offset = self.allocate(count * dtype.itemsize)
-        lease = self.region.buffer(_lease_of(self._sizes[offset]), offset)
-        lease.free = functools.partial(self.free, offset)  # type: ignore[attr-defined]
+        lease = self.region.leased(offset, self._sizes[offset], functools.partial(self.free, offset))
         return offset, torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
     def share(self, offset: int) -> None:
@@ -135,21 +141,11 @@ class Arena:
             self._users[offset] = users - 1
             return
         size = self._sizes.pop(offset)
-        self._free.setdefault(size, []).append(offset)
-        self._idle += size
-        if self._idle > _KEPT_BYTES:
-            for kept, blocks in self._free.items():
-                for block in blocks:
-                    self.region.give_up(block, kept)
-            self._idle = 0
-
-
-@functools.lru_cache(maxsize=256)
-def _lease_of(size: int) -> type[ctypes.Array]:
-    """Bytes that say when nothing refers to them any more. (Python 3.11 has no buffers of its own classes.)"""
-
-    class Lease(ctypes.c_ubyte * size):  # type: ignore[misc]
-        def __del__(self) -> None:
-            self.free()
-
-    return Lease
+        blocks = self._free.setdefault(size, [])
+        if self._idle + size <= KEPT_BYTES:
+            blocks.append(offset)
+            self._idle += size
+        else:
+            self.region.give_up(offset, size)
+            self._given_up.add(offset)
+            blocks.insert(0, offset)

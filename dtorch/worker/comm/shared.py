@@ -21,9 +21,10 @@ from collections import deque
 import torch
 
 from ...errors import WorkerLost
+from ...raw import copy
 from ...sharding.rearrange import Shift
 from ...sharding.transfer import Half, Transfer
-from ..assemble import assemble, combine_all, copy
+from ..assemble import assemble, combine_all
 from ..poison import Poison
 from .arena import FIRST_DEVICE, Arena, Region
 from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, Control
