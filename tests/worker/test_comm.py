@@ -368,3 +368,38 @@ def test_other_reductions(op: str, dtype: torch.dtype) -> None:
             assert torch.equal(exchange(communicator, step, addends[device]), expected)
 
     run_forked([0, 1, 2], work)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_what_is_computed_in_shared_memory_is_not_copied_in(members: int) -> None:
+    mesh = DeviceMesh("cpu", list(range(members)))
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        for shape in ((5, 7), (700, 1000)):
+            addends = [whole(shape, torch.float32, seed) for seed in range(members)]
+            total = sum(addends[1:], addends[0])
+            for target in (R, shard(0), R):
+                (step,) = steps(
+                    mesh, PlacementList([PARTIAL]), mesh, PlacementList([target]), shape, torch.float32, device
+                )
+                made = communicator.empty(shape, torch.float32).copy_(addends[device])
+                place = made.data_ptr()
+                result = exchange(communicator, step, made)
+                box = local_box(PlacementList([target]), mesh.shape, (device,), shape)
+                expected = total[slice(*box[0])]
+                assert torch.equal(result, expected)
+                assert (result.data_ptr() == place) == (target is R and shape[0] == 700)
+                if target is R:
+                    assert torch.equal(exchange(communicator, step, result), total * members)
+                    assert torch.equal(result, total)  # a result is no addend to be overwritten
+                del made, result
+        poison = Poison((0, 3))
+        (step,) = steps(mesh, PlacementList([PARTIAL]), mesh, PlacementList([R]), (700, 1000), torch.float32, device)
+        made = communicator.empty((700, 1000), torch.float32)
+        assert exchange(communicator, step, poison if device == 0 else made) == poison
+        del made
+        exchange(communicator, step, torch.ones(700, 1000))
+        communicator._free_read()
+        assert not communicator._made_here
+
+    run_forked(list(range(members)), work)

@@ -123,12 +123,21 @@ class Arena:
         self._sizes[offset] = size
         return offset
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """A contiguous tensor in a block of its own, and the block's offset; the block is freed when the tensor's storage dies."""
+    def tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, dies: Callable[[int], object] = lambda offset: None
+    ) -> tuple[int, torch.Tensor]:
+        """A contiguous tensor in a block of its own, and the block's offset.
+
+        The block is freed when the tensor's storage dies, and ``dies`` called with its offset.
+        """
         count = math.prod(shape)
         offset = self.allocate(count * dtype.itemsize)
-        lease = self.region.leased(offset, self._sizes[offset], functools.partial(self.free, offset))
+        lease = self.region.leased(offset, self._sizes[offset], functools.partial(self._died, offset, dies))
         return offset, torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+
+    def _died(self, offset: int, dies: Callable[[int], object]) -> None:
+        dies(offset)
+        self.free(offset)
 
     def share(self, offset: int) -> None:
         """One more `free` is needed for the block at ``offset``."""

@@ -14,9 +14,11 @@ each one's result then is. What members wait for there, in turns, is each other 
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -41,6 +43,8 @@ _SHARED_OUT = (1 << 17, 1 << 15)
 _CHUNK = 1 << 20
 _CPU = torch.device("cpu")
 
+Chunk = tuple[int, int, int, int]
+"""A chunk of an all-reduce: (start, start of this device's share, its end, end), in elements."""
 Reader = tuple[int, int, int]
 """A reader of a publication: (device, index of its departure word, what stands there once it has read)."""
 
@@ -83,6 +87,8 @@ class SharedMemory:
         self._arena = Arena(Region(fd, FIRST_DEVICE + device))
         self._links: dict[int, Link] = {}
         self._groups: dict[tuple[int, ...], list[Link]] = {}
+        # Tensors that `empty` has made and nothing has been done with: their offsets, by where they are in memory.
+        self._made_here: dict[int, int] = {}
         # What others have yet to read: (offset, bytes, readers).
         self._published: list[tuple[int, int, list[Reader]]] = []
         # Shifts and halves of transfers that have started and not ended, each with its number with each of the others.
@@ -117,6 +123,28 @@ class SharedMemory:
             return self._collect(transfer, value)
         finally:
             self._end(links)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in shared memory, for what is only computed to be transferred: that then copies nothing in.
+
+        Nobody may read or write it after it has been given to `carry`: an all-reduce puts its result there.
+        """
+
+        def forget(offset: int) -> None:
+            self._made_here.pop(place, None)
+
+        offset, tensor = self._arena.tensor(shape, dtype, forget)
+        place = tensor.data_ptr()
+        self._made_here[place] = offset
+        return tensor
+
+    def _offset_of(self, value: torch.Tensor) -> int | None:
+        """Where in the arena ``value`` is, if `empty` has made it; from now on it did not."""
+        if not self._made_here or value.data_ptr() not in self._made_here:
+            return None
+        if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
+            return None
+        return self._made_here.pop(value.data_ptr())
 
     def _start(self, shift: Shift, value: torch.Tensor | Poison | None, sequence: int) -> None:
         """Let the next device of the ring read ``value``; it looks for it when the shift ends there.
@@ -230,6 +258,11 @@ class SharedMemory:
             while self._published and waiting + nbytes > _WAITING_BYTES:
                 waiting -= self._published[0][1]
                 self._await_readers(1)
+        made_here = self._offset_of(value)
+        if made_here is not None:
+            self._arena.share(made_here)
+            self._published.append((made_here, nbytes, readers))
+            return made_here
         offset = self._arena.allocate(nbytes)
         self._published.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
         copy(self._arena.region.view(offset, tuple(value.shape), value.dtype), value)
@@ -312,12 +345,16 @@ class SharedMemory:
         """The whole reduction, in a block of this device's arena.
 
         The n-th of n chunks is copied in while the others copy in theirs, but for this device's share of it: that is reduced
-        out of ``value`` and the others' blocks, and written to all blocks.
+        out of ``value`` and the others' blocks, and written to all blocks. What `empty` made is such a block already.
         """
         control, shape = self._control, transfer.shape
         assert shape is not None
+        chunks = _chunks(
+            math.prod(shape), transfer.dtype.itemsize, transfer.sources.index(self._device), len(transfer.sources)
+        )
         self._readers(links)
         entry = result = None
+        there = ANNOUNCED
         try:
             if isinstance(value, Poison):
                 entry = _poisoned(value)
@@ -325,11 +362,18 @@ class SharedMemory:
                 value = self._sendable(value)
                 if value.shape != shape:
                     raise ValueError(f"an addend of shape {tuple(value.shape)} where {shape} was planned")
+                offset = self._offset_of(value)
+                if offset is not None:
+                    result, there = value, COUNTED - 1
+                else:
+                    offset, result = self._arena.tensor(shape, transfer.dtype)
                 own = value.resolve_conj().resolve_neg().contiguous().view(-1)
-                offset, result = self._arena.tensor(shape, transfer.dtype)
+                if result is not value:
+                    _fill(result.view(-1), own, chunks[0])
+                    there = ANNOUNCED + 1
                 entry = array("q", (offset, -1, 0, value.ndim, *shape))
         finally:
-            self._announce(links, entry or _poisoned(Poison((self._device, sequence))), ANNOUNCED)
+            self._announce(links, entry or _poisoned(Poison((self._device, sequence))), there)
         blocks: list[torch.Tensor] = []
         poisons = []
         for device in transfer.sources:
@@ -348,7 +392,7 @@ class SharedMemory:
             return poisons[0]
         assert result is not None
         try:
-            self._reduce(transfer, links, own, blocks)
+            self._reduce(transfer, links, own, blocks, chunks)
         except Exception as error:  # the others' blocks are half written: there is no way on from here
             raise WorkerLost(f"an all-reduce of devices {transfer.group} failed: {error}") from error
         self._end(links)
@@ -356,22 +400,26 @@ class SharedMemory:
             control.wait(link.peer, link.left, link.count * COUNTED)
         return result
 
-    def _reduce(self, transfer: Transfer, links: list[Link], own: torch.Tensor, blocks: list[torch.Tensor]) -> None:
+    def _reduce(
+        self,
+        transfer: Transfer,
+        links: list[Link],
+        own: torch.Tensor,
+        blocks: list[torch.Tensor],
+        chunks: tuple[Chunk, ...],
+    ) -> None:
         """Reduce this device's shares of the ``blocks``, which are the members' in the order of the terms."""
         control, words = self._control, self._control.words
-        rank, count, whole = transfer.sources.index(self._device), len(blocks), own.numel()
+        rank = transfer.sources.index(self._device)
         mine, others = blocks[rank], [*blocks[:rank], *blocks[rank + 1 :]]
-        step = max(1, _CHUNK // transfer.dtype.itemsize)
-        for part, start in enumerate(range(0, whole, step), ANNOUNCED + 1):
-            stop = min(start + step, whole)
-            low, high = start + (stop - start) * rank // count, start + (stop - start) * (rank + 1) // count
-            if start < low:
-                mine[start:low].copy_(own[start:low])
-            if high < stop:
-                mine[high:stop].copy_(own[high:stop])
-            for link in links:
-                words[link.entries + link.count % CREDIT * ENTRY] = (link.count - 1) * COUNTED + part
-            control.announce(self._device)
+        in_place = own.data_ptr() == mine.data_ptr()
+        for part, chunk in enumerate(chunks, ANNOUNCED + 1):
+            if not in_place and part > ANNOUNCED + 1:
+                _fill(mine, own, chunk)
+                for link in links:
+                    words[link.entries + link.count % CREDIT * ENTRY] = (link.count - 1) * COUNTED + part
+                control.announce(self._device)
+            _, low, high, _ = chunk
             addends = [block[low:high] for block in blocks]
             addends[rank] = own[low:high]
             for link in links:
@@ -379,6 +427,23 @@ class SharedMemory:
             total = combine_all(transfer.reduce_op, addends, mine[low:high])
             for other in others:
                 other[low:high].copy_(total)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunks(count: int, itemsize: int, rank: int, members: int) -> tuple[Chunk, ...]:
+    """How ``count`` elements are cut, and the share of the ``rank``-th member in each chunk."""
+    step = max(1, _CHUNK // itemsize)
+    edges = [(start, min(start + step, count)) for start in range(0, count, step)]
+    return tuple((a, a + (b - a) * rank // members, a + (b - a) * (rank + 1) // members, b) for a, b in edges)
+
+
+def _fill(block: torch.Tensor, own: torch.Tensor, chunk: Chunk) -> None:
+    """Copy in what the others reduce."""
+    start, low, high, stop = chunk
+    if start < low:
+        block[start:low].copy_(own[start:low])
+    if high < stop:
+        block[high:stop].copy_(own[high:stop])
 
 
 def shape_at(words: memoryview, at: int) -> tuple[int, ...] | Poison:
