@@ -130,6 +130,8 @@ class Tape:
         entry.written = {
             node.storage for node, version in zip(inputs, versions, strict=True) if _version(node.tensor) != version
         }
+        if isinstance(func, torch._ops.OpOverload):  # below autograd, where versions stay
+            entry.written |= _written_by(func, entry.args, entry.kwargs)
         entry.result = self._made(result, entry)
         self.entries.append(entry)
         for storage in entry.written:
@@ -276,6 +278,16 @@ def window(node: Node, env: dict[int, torch.Tensor]) -> torch.Tensor:
     if found is None:
         base, size, stride, offset = node.window  # type: ignore[misc]
         found = torch.as_strided(window(base, env), size, stride, offset)
+    return found
+
+
+def _written_by(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> set[int]:
+    """The memory that an op writes, of arguments with nodes in place of tensors."""
+    found: set[int] = set()
+    for at, argument in enumerate(op._schema.arguments if op._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found |= {node.storage for node in (value if isinstance(value, list) else [value]) if type(node) is Node}
     return found
 
 

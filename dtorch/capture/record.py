@@ -27,6 +27,7 @@ from .outside import Outside, grad_of
 from .plain import PLAIN, Entry
 from .reads import Read
 from .recorder import Key, Put, Recorder, copying
+from .repeats import once
 from .results import maker_of
 from .wiring import Wiring
 
@@ -292,6 +293,7 @@ class Recording:
             for item in recorder.items
             if (id(item) in again if type(item) is Entry else not isinstance(item, Put) or item.id in puts)
         ]
+        captured.items = once(captured.items, tape.variable)
         captured.starts = tape.starts(self.needed)
         entries = [item for item in captured.items if type(item) is Entry]
         written = {storage for entry in entries for storage in entry.written}

@@ -173,6 +173,10 @@ class Recorder:
 
     def read(self, tensor: Any) -> Any:
         """Python reads the only number of a tensor."""
+        if tensor._spec is None:
+            if tensor._host.root.joined is not None:
+                self.refuse(_READS[protocol.GET])
+            return self.plain_op(torch.Tensor.item, (tensor._host.plain,), {})
         tensor = values_out.readable(tensor)
         self._reads = True
         try:

@@ -153,7 +153,7 @@ def as_strided(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def item(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     recorder = watch.recorder()
-    if recorder is not None and args[0]._spec is not None:
+    if recorder is not None:
         return recorder.read(args[0])
     return args[0].to_torch().item()
 

@@ -10,7 +10,7 @@ from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import boxed, decode, encode, settled
 from ..tensor import Tensor
-from . import aliasing, host, redistribute, runtime, torch_internals
+from . import aliasing, host, redistribute, runtime, torch_internals, watch
 
 
 def fetch(tensor: Tensor) -> TensorFuture:
@@ -19,7 +19,8 @@ def fetch(tensor: Tensor) -> TensorFuture:
         host.commit(tensor, tensor._host.root.joined._spec.mesh)
     if tensor._spec is None:
         future = TensorFuture()
-        future._set(tensor._host.plain.detach().clone())
+        plain, recorder = tensor._host.plain.detach(), watch.recorder()
+        future._set(plain.clone() if recorder is None else recorder.plain_op(torch.clone, (plain,), {}))
         return future
     spec = tensor._spec
     tensor = readable(tensor)

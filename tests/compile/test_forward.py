@@ -11,6 +11,7 @@ import torch
 
 import dtorch
 from dtorch import Replicate, Shard
+from dtorch.client import controller
 
 from .same import MESH, captured, close, placed, runs
 
@@ -181,6 +182,68 @@ def test_work_on_the_client() -> None:
         found, count = runs(compiled, placed(X), keep, scale)
         close(found, function(X, keep, scale))
         assert step == 0 or count == 1
+
+
+def test_uncommitted_tensors_that_are_written() -> None:
+    """A constant that gets an argument's values is none; and what counts is counted once, when a call has to be run anew, too."""
+
+    def run(place: Any, device: Any, wrap: Any) -> list[Any]:
+        count = torch.zeros(4, device=device)
+
+        def function(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            table = torch.zeros(4, device=device)
+            table[1:].add_(scale[1:])
+            count.add_(1)
+            rows = torch.ones(3, device=device)[: 2 if (count.sum() % 3).item() else 3]
+            return x * table + rows.sum()
+
+        function = wrap(function)
+        calls = [function(place(X), torch.full((4,), float(n), device=device)) for n in range(9)]
+        return [*calls, count]
+
+    found = run(placed, placed(X).device, dtorch.compile)
+    for one, other in zip(found, run(lambda t: t, "cpu", lambda f: f), strict=True):
+        close(one, other)
+
+
+def test_uncommitted_tensors_that_are_read() -> None:
+    compiled = dtorch.compile(lambda x, n: x * 2 if (n + 1).item() > 2 else x * 3)
+    for n in (0, 3, 0, 5, 1):
+        x = placed(X)
+        close(compiled(x, torch.tensor(n, device=x.device)), X * (2 if n + 1 > 2 else 3))
+    compiled = dtorch.compile(lambda x, n: x * sum((n + 1).tolist()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in (0, 3, 5):
+            x = placed(X)
+            close(compiled(x, torch.tensor([n, 2], device=x.device)), X * (n + 4))
+
+
+def test_what_each_layer_makes_of_a_mask_is_made_and_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, table = torch.zeros(4), torch.zeros(4)
+
+    def function(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            counter.add_(1)
+            mask = torch.where(keep, 0.0, -1.0)  # the same in each layer
+            x = x * 2 + mask + counter * 3  # the counter is not
+            scale = keep + 1.0
+            scale[1] += 1  # nor is what is written
+            x = x * scale
+        table.copy_(counter)
+        return x + table
+
+    compiled, sent = dtorch.compile(function), []
+    monkeypatch.setattr(controller, "observers", [lambda _, command, name, sequence: sent.append(name)])
+    for step in range(4):
+        keep = torch.tensor([True, False, step % 2 == 0, True])
+        counter.zero_()
+        sent.clear()
+        x = placed(X)
+        found = compiled(x, torch.tensor(keep.tolist(), device=x.device))
+        assert step == 0 or sent.count("put") == 1 + 1 + 3 + 3 + 1  # x, the mask, and the others
+        counter.zero_()
+        close(found, function(X, keep))
 
 
 def test_plain_tensors_outside_are_seen_when_they_change() -> None:
