@@ -10,7 +10,8 @@ import torch
 
 from ..engine import protocol
 from ..program.ir import Operand, Slot
-from ..sharding.plan import Builder, Plan, plan_op, write_op
+from ..sharding.builder import Builder
+from ..sharding.plan import Plan, plan_op, write_op
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..program.ir import Const, Local
 from ..raw import dtype_name
-from ..sharding.plan import Builder
+from ..sharding.builder import Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import issuing, runtime

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..program.ir import Local, Slot
-from ..sharding.plan import Builder
+from ..sharding.builder import Builder
 from ..tensor import Tensor
 from . import issuing, runtime
 

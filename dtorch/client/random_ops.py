@@ -14,8 +14,8 @@ import torch
 from ..placement import boxed
 from ..program.ir import Local
 from ..sharding import shapes
+from ..sharding.builder import ArgWriter, Builder
 from ..sharding.layout import stride_order
-from ..sharding.plan import ArgWriter, Builder
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import fresh, host, issuing, runtime, watch

@@ -8,7 +8,7 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import Placement, PlacementList, along, boxed, is_split, normalize, settled
-from ..sharding.plan import Builder, order_or_none
+from ..sharding.builder import Builder, order_or_none
 from ..sharding.spec import Spec, intern_mesh
 from ..tensor import Tensor
 from . import issuing, runtime, torch_internals

@@ -20,8 +20,8 @@ from ..mesh import DeviceMesh
 from ..placement import PARTIAL, REPLICATE, PlacementList, boxed, encode, is_shard, shard
 from ..program.ir import Arg, Const, Local, Operand, Program, Rearrange, Roles, ShiftDone, ShiftStart, Slot
 from ..raw import dtype_name
+from .builder import Builder, order_or_none
 from .layout import box_shape, stride_order
-from .plan import Builder, order_or_none
 from .rearrange import is_needless
 from .roles import SEQUENCE, whole_features
 from .sequence import Sizes, boxes, ring_place, wide

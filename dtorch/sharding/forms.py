@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..placement import is_split
-from .plan import Plan, fresh_bytes, order_or_none
+from .builder import order_or_none
+from .plan import Plan, fresh_bytes
 from .schema import OpInfo
 from .spec import Spec
 from .strategy import Call, TensorArg, enlarges
