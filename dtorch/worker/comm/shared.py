@@ -14,7 +14,6 @@ each one's result then is. What members wait for there, in turns, is each other 
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
 from collections import deque
@@ -26,8 +25,9 @@ from ...errors import WorkerLost
 from ...raw import copy
 from ...sharding.rearrange import Shift
 from ...sharding.transfer import Half, Transfer
-from ..assemble import assemble, combine_all
+from ..assemble import assemble
 from ..poison import Poison
+from .all_reduce import chunks_of, fill, reduce_shares
 from .arena import FIRST_DEVICE, Arena, Region
 from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, Control
 
@@ -39,12 +39,8 @@ _KEPT_VIEWS = 1024
 # All-reduces of more bytes than this are made in shares, by two processes and by more: below, everybody adds up everything, which saves
 # a wait (`python -m benchmarks collectives`).
 _SHARED_OUT = (1 << 17, 1 << 15)
-# Bytes of an all-reduce that are copied in at a time, and reduced while they are in the caches.
-_CHUNK = 1 << 20
 _CPU = torch.device("cpu")
 
-Chunk = tuple[int, int, int, int]
-"""A chunk of an all-reduce: (start, start of this device's share, its end, end), in elements."""
 Reader = tuple[int, int, int]
 """A reader of a publication: (device, index of its departure word, what stands there once it has read)."""
 
@@ -349,7 +345,7 @@ class SharedMemory:
         """
         control, shape = self._control, transfer.shape
         assert shape is not None
-        chunks = _chunks(
+        chunks = chunks_of(
             math.prod(shape), transfer.dtype.itemsize, transfer.sources.index(self._device), len(transfer.sources)
         )
         self._readers(links)
@@ -369,7 +365,7 @@ class SharedMemory:
                     offset, result = self._arena.tensor(shape, transfer.dtype)
                 own = value.resolve_conj().resolve_neg().contiguous().view(-1)
                 if result is not value:
-                    _fill(result.view(-1), own, chunks[0])
+                    fill(result.view(-1), own, chunks[0])
                     there = ANNOUNCED + 1
                 entry = array("q", (offset, -1, 0, value.ndim, *shape))
         finally:
@@ -392,58 +388,13 @@ class SharedMemory:
             return poisons[0]
         assert result is not None
         try:
-            self._reduce(transfer, links, own, blocks, chunks)
+            reduce_shares(self._control, self._device, transfer, links, own, blocks, chunks)
         except Exception as error:  # the others' blocks are half written: there is no way on from here
             raise WorkerLost(f"an all-reduce of devices {transfer.group} failed: {error}") from error
         self._end(links)
         for link in links:
             control.wait(link.peer, link.left, link.count * COUNTED)
         return result
-
-    def _reduce(
-        self,
-        transfer: Transfer,
-        links: list[Link],
-        own: torch.Tensor,
-        blocks: list[torch.Tensor],
-        chunks: tuple[Chunk, ...],
-    ) -> None:
-        """Reduce this device's shares of the ``blocks``, which are the members' in the order of the terms."""
-        control, words = self._control, self._control.words
-        rank = transfer.sources.index(self._device)
-        mine, others = blocks[rank], [*blocks[:rank], *blocks[rank + 1 :]]
-        in_place = own.data_ptr() == mine.data_ptr()
-        for part, chunk in enumerate(chunks, ANNOUNCED + 1):
-            if not in_place and part > ANNOUNCED + 1:
-                _fill(mine, own, chunk)
-                for link in links:
-                    words[link.entries + link.count % CREDIT * ENTRY] = (link.count - 1) * COUNTED + part
-                control.announce(self._device)
-            _, low, high, _ = chunk
-            addends = [block[low:high] for block in blocks]
-            addends[rank] = own[low:high]
-            for link in links:
-                control.wait(link.peer, link.arrivals + link.count % CREDIT * ENTRY, (link.count - 1) * COUNTED + part)
-            total = combine_all(transfer.reduce_op, addends, mine[low:high])
-            for other in others:
-                other[low:high].copy_(total)
-
-
-@functools.lru_cache(maxsize=1024)
-def _chunks(count: int, itemsize: int, rank: int, members: int) -> tuple[Chunk, ...]:
-    """How ``count`` elements are cut, and the share of the ``rank``-th member in each chunk."""
-    step = max(1, _CHUNK // itemsize)
-    edges = [(start, min(start + step, count)) for start in range(0, count, step)]
-    return tuple((a, a + (b - a) * rank // members, a + (b - a) * (rank + 1) // members, b) for a, b in edges)
-
-
-def _fill(block: torch.Tensor, own: torch.Tensor, chunk: Chunk) -> None:
-    """Copy in what the others reduce."""
-    start, low, high, stop = chunk
-    if start < low:
-        block[start:low].copy_(own[start:low])
-    if high < stop:
-        block[high:stop].copy_(own[high:stop])
 
 
 def shape_at(words: memoryview, at: int) -> tuple[int, ...] | Poison:
