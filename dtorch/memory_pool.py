@@ -63,7 +63,7 @@ def _keep(size: int, memory: mmap.mmap) -> None:
         _kept.setdefault(size, []).append(memory)
 
 
-@functools.cache  # sizes are powers of two
+@functools.lru_cache(maxsize=64)  # sizes are powers of two
 def _lease_of(size: int) -> type[ctypes.Array]:
     class Lease(ctypes.c_ubyte * size):  # type: ignore[misc]  # before Python 3.12 no class of ours can be a buffer but so
         def __del__(self) -> None:
