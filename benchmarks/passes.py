@@ -199,17 +199,20 @@ def _dead() -> list[Row]:
 
 
 def _free() -> list[Row]:
-    """What a worker holds of a chain of sixteen results, 16 MB of each: the program frees a value after its last use."""
+    """What a worker holds of a chain of eight results, 40 MB of each: the program frees a value after its last use.
+
+    (Smaller blocks libc may keep when they are freed.)
+    """
 
     def chain(x: Any, keep: bool) -> Any:
         kept = [x]
-        for _ in range(16):
+        for _ in range(8):
             kept.append(kept[-1] + 1)
             if not keep:
                 del kept[0]
         return kept if keep else kept[-1]
 
-    x = _sharded(2, 4 << 20)
+    x = _sharded(2, 10 << 20)
     rows = []
     for name, keep in (("that returns them all", True), ("that returns the last", False)):
         compiled = dtorch.compile(chain)
