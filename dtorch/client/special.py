@@ -129,6 +129,12 @@ def data_of(x: Tensor) -> Tensor:
     return wrap_view(x._spec, x._value, x)
 
 
+def dropout(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Out of training torch's own kernel gives the tensor itself; the Python that `decompose` runs copies it."""
+    x, p, train = args
+    return decompose(info, args, kwargs) if train and p != 0 else x
+
+
 def as_strided(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Devices hold parts, laid out anew: a window over a whole tensor can be taken, one over what lies around a view cannot."""
     from .dispatch import call
@@ -382,6 +388,7 @@ def refuse_quantised(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 HANDLERS: dict[Any, Handler] = {
+    aten.dropout.default: dropout,
     aten.detach.default: same_handle,
     aten.alias.default: same_handle,
     aten.lift_fresh.default: same_handle,

@@ -121,3 +121,29 @@ def _through_data(x: torch.Tensor, y: torch.Tensor) -> Any:
 def test_lists_whose_tensors_share_memory(program: Callable[..., Any], layout: str) -> None:
     """torch writes them one after the other."""
     same(program, layout, torch.arange(9.0).view(3, 3) / 4, torch.arange(9.0, 18.0).view(3, 3) / 8)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "same_tensor",
+    [
+        lambda x: torch.dropout(x, 0.5, False),
+        lambda x: torch.nn.functional.dropout(x, 0.5, False),
+        lambda x: torch.nn.functional.dropout(x, 0.0, True),
+        lambda x: torch.feature_dropout(x, 0.5, False),
+        lambda x: torch.alpha_dropout(x, 0.5, False),
+        lambda x: x.contiguous(),
+        lambda x: x.to(x.dtype),
+        lambda x: x.reshape(4, 4),
+        lambda x: torch.real(x),
+        lambda x: torch.atleast_2d(x),
+    ],
+)
+def test_what_torch_gives_back_as_it_is(mode: Any, same_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with mode():
+        plain = torch.ones(4, 4)
+        x = dtorch.distribute_tensor(plain, dtorch.DeviceMesh("cpu", [0, 1]), [Shard(0)])
+        found, expected = same_tensor(x), same_tensor(plain)
+        found += 1
+        expected += 1
+        same(x, plain)
