@@ -8,14 +8,14 @@ from pathlib import Path
 
 PICTURE = Path(__file__).parents[1] / "docs" / "benchmarks.png"
 
-_ROW = re.compile(r"\| (.+?) \| ([\d.e+-]+) (\S*) \| ([\d.e+-]+) to ([\d.e+-]+) \| at (most|least) ([\d.]+) \|")
+_ROW = re.compile(r"\| (.+?) \| ([\d.e+-]+) (\S*) \| (?:([\d.e+-]+) to ([\d.e+-]+))? \| at (most|least) ([\d.]+) \|")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounded:
     """One figure over its bound, or the bound over it where it is to be large: 1 is the bound, and less is better.
 
-    ``low``, ``high``: the same of its quartiles.
+    ``low``, ``high``: the same of its quartiles, where it has any.
     """
 
     section: str
@@ -36,7 +36,7 @@ def bounded(page: str) -> list[Bounded]:
         match = _ROW.fullmatch(line)
         if match:
             what, value, unit, low, high, direction, bound = match.groups()
-            shares = [float(number) / float(bound) for number in (value, low, high)]
+            shares = [float(number or value) / float(bound) for number in (value, low, high)]
             if direction == "least":
                 shares = [1 / share for share in (shares[0], shares[2], shares[1])]
             found.append(Bounded(section, what, f"{value} {unit} (at {direction} {bound})", *shares))
