@@ -306,15 +306,15 @@ class Tensor(torch.Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The same values without autograd; assigning makes this a handle on another tensor's values."""
-        from .client import special
+        from .client import rebinding
 
-        return special.data_of(self)
+        return rebinding.data_of(self)
 
     @data.setter
     def data(self, source: Tensor) -> None:
-        from .client import special
+        from .client import rebinding
 
-        special.rebind(self, source)
+        rebinding.rebind(self, source)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         super().requires_grad_(requires_grad)

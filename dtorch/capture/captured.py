@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..client import aliasing, handles, lines, runtime, special, torch_internals
+from ..client import aliasing, handles, lines, rebinding, runtime, torch_internals
 from ..client.controller import AHEAD, Controller
 from ..client.handles import wrap, wrap_view
 from ..client.interrupts import critical
@@ -218,7 +218,7 @@ class Captured:
             child = None if binding.output is None else outputs[binding.output]
             binding.edge.put(child)
         for index, output in self.rebound:
-            special.rebind(handles[index], outputs[output])
+            rebinding.rebind(handles[index], outputs[output])
         call.handles = outputs
         result = self.result(call)
         self.pace(controller)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..client import special
+from ..client import rebinding
 from ..tensor import Tensor
 from .guards import NOTHING
 from .outer import Outer
@@ -51,7 +51,7 @@ def taken_away(before: Outside, after: Outside, recorder: Recorder) -> list[Chan
 def rebound(outer: Outer, number: Callable[[Any], int]) -> list[tuple[int, int]]:
     """Handles from outside, by index, that refer to something else than before; each with the number of a handle on what."""
     return [
-        (index, number(special.data_of(handle)))
+        (index, number(rebinding.data_of(handle)))
         for index, (handle, value) in enumerate(zip(outer.handles, outer.values, strict=True))
         if handle._value is not value
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..tensor import Tensor
-from . import attention, dispatch, norms, products, special, torch_internals
+from . import attention, destinations, dispatch, norms, products, torch_internals
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def _out_ignored(op: Any) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if type(kwargs.get("out")) is Tensor:
-            return special.run_out(dispatch.info_of(op), args, kwargs)
+            return destinations.run(dispatch.info_of(op), args, kwargs)
         with torch_internals.below_autograd():
             return op(*args, **kwargs)
 

@@ -10,7 +10,7 @@ import torch
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor import Tensor
-from . import composites, dispatch, host, refused, special, torch_internals, values_out
+from . import composites, dispatch, host, rebinding, refused, torch_internals, values_out
 from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, lambda seed: None)
@@ -18,7 +18,7 @@ torch_internals.support_foreach(Tensor)
 torch_internals.refuse_wrappers(Tensor, DeviceMesh)
 refused.install(Tensor)
 torch_internals.read_lists_of(values_out.plain_data)
-torch_internals.set_data_by(Tensor, special.become)
+torch_internals.set_data_by(Tensor, rebinding.become)
 composites.register()
 
 

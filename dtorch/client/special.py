@@ -8,24 +8,23 @@ from typing import Any
 import torch
 
 from ..errors import DeviceUnavailable
-from ..sharding import checks
 from ..sharding.layout import stride_order
-from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import (
     attention,
-    handles,
+    destinations,
     host,
     norms,
     packed,
     packed_shards,
     products,
     random_ops,
+    rebinding,
     redistribute,
     torch_internals,
     watch,
 )
-from .handles import tensors_in, wrap_view
+from .handles import tensors_in
 
 aten = torch.ops.aten
 
@@ -40,9 +39,9 @@ def handler_for(info: Any) -> Handler | None:
     if info.op in random_ops.RANDOM_OPS:
         return random_ops.run
     if info.outs:
-        return run_out
-    if info.op in IN_PLACE_VIEWS:
-        return run_in_place_view
+        return destinations.run
+    if info.op in rebinding.IN_PLACE_VIEWS:
+        return rebinding.run_in_place_view
     if info.is_composite:  # under inference_mode composites arrive whole
         return decompose
     if "device" in info.by_name:
@@ -110,23 +109,6 @@ def run_written(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 FILLS_PLAIN = {aten.copy_.default, aten.index_put_.default, aten._index_put_impl_.default, aten.masked_fill_.Tensor}
-
-
-def same_handle(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``detach``, ``alias``: a new handle on the same value; nothing is sent."""
-    x = args[0]
-    if type(x) is not Tensor:
-        return x
-    if x._spec is None:
-        return host.make(x._host.plain.detach(), x._host.root)
-    return wrap_view(x._spec, x._value, x)
-
-
-def data_of(x: Tensor) -> Tensor:
-    """``x.data``: unlike of ``x.detach()``, its writes are none of autograd's business, so it counts versions of its own."""
-    if x._spec is None:
-        return host.make(x._host.plain.data, x._host.root)
-    return wrap_view(x._spec, x._value, x)
 
 
 def dropout(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -209,176 +191,10 @@ def refuse_sparse(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def set_source(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    target, source = args[0], args[1]
-    rebind(target, source)
-    return target
-
-
 def refuse_set(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(
         f"{info.name}: a dtorch tensor has no storage in this process; only x.set_(another dtorch tensor) is supported"
     )
-
-
-def rebind(target: Tensor, source: torch.Tensor) -> None:
-    """Make ``target`` a handle on what ``source`` is: value, spec and torch's own metadata together."""
-    if type(target) is not Tensor:
-        raise TypeError("a plain torch.Tensor cannot be set to a dtorch tensor; make the target with dtorch.from_torch")
-    if not isinstance(source, torch.Tensor):
-        raise TypeError(f"Variable data has to be a tensor, but got {type(source).__name__}")  # torch's words
-    if type(source) is not Tensor:  # plain: taken where the target is
-        spec = target._spec
-        alike = spec is not None and source.shape == spec.shape and not spec.has_partial
-        source = (
-            host.make(source.clone())
-            if spec is None
-            else host.from_plain(source, spec.mesh, spec.placements if alike else None)
-        )
-    handle = same_handle(None, (source,), {})
-    torch_internals.set_data(target, handle)
-    target._spec, target._value, target._host = handle._spec, handle._value, handle._host
-    handles.rebound()
-    if target._leaf is not None:
-        target._leaf.spec = target._spec
-
-
-def become(plain: torch.Tensor, source: Tensor) -> None:
-    """``plain.data = source``: the plain tensor, or parameter, is a dtorch tensor from now on, the same object."""
-    is_parameter = type(plain) is torch.nn.Parameter
-    if (
-        (not is_parameter and type(plain) is not torch.Tensor)
-        or plain._backward_hooks
-        or plain._post_accumulate_grad_hooks
-    ):
-        raise TypeError(
-            f"a {type(plain).__name__} with hooks cannot become a dtorch tensor in place; make a new one of its values"
-        )
-    made = same_handle(None, (source,), {})
-    grad = plain.grad
-    made = torch.nn.Parameter(made, plain.requires_grad) if is_parameter else made.requires_grad_(plain.requires_grad)
-    if grad is not None:
-        made.grad = host.make(grad) if made._spec is None else host.from_plain(grad, made._spec.mesh)
-    torch.utils.swap_tensors(plain, made)
-
-
-#: In-place views change the handle, not the value: the view they are of.
-IN_PLACE_VIEWS = {
-    aten.t_.default: aten.t.default,
-    aten.transpose_.default: aten.transpose.int,
-    aten.squeeze_.default: aten.squeeze.default,
-    aten.squeeze_.dim: aten.squeeze.dim,
-    aten.squeeze_.dims: aten.squeeze.dims,
-    aten.unsqueeze_.default: aten.unsqueeze.default,
-    aten.as_strided_.default: aten.as_strided.default,
-    aten.swapaxes_.default: aten.swapaxes.default,
-    aten.swapdims_.default: aten.swapdims.default,
-}
-
-
-def run_in_place_view(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    try:
-        view = IN_PLACE_VIEWS[info.op](*args, **kwargs)
-    except (RuntimeError, IndexError):  # say the op's own name
-        info.op(torch.empty_strided(args[0].shape, args[0].stride(), device="cpu"), *args[1:], **kwargs)
-        raise
-    rebind(args[0], view)
-    return args[0]
-
-
-def run_out(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``out=``: computed as without, then copied in, which keeps the destination's placements."""
-    if not any(type(t) is Tensor and t._spec is not None for t in tensors_in((args, kwargs))):
-        return host.run(info, args, kwargs)
-    names = [a.name for a in info.outs]
-    outs = {name: kwargs[name] for name in names if name in kwargs}
-    flat = tensors_in(outs)
-    if not any(type(out) is Tensor for out in flat):
-        raise TypeError(
-            f"{info.name}: out= is a plain torch.Tensor but the inputs are dtorch tensors; "
-            "make it with dtorch.from_torch(t, device_mesh=..., placements=...)"
-        )
-    functional = _functional(info)
-    if functional is None:
-        return NotImplemented
-    given = {name: value for name, value in kwargs.items() if name not in outs}
-    _check_out(info, args, given, outs)
-    result = functional(*args, **given)
-    inputs = tensors_in((args, given))
-    for out, value in zip(flat, [result] if isinstance(result, torch.Tensor) else list(result), strict=True):
-        if out.shape != value.shape and torch.Tag.pointwise in info.op.tags and any(out is t for t in inputs):
-            raise RuntimeError(
-                f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(value.shape)}"
-            )
-        _store(info, out, value)
-    if info.structure == "none":
-        return None
-    values = list(outs.values())
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-def _check_out(info: Any, args: Any, kwargs: dict[str, Any], outs: dict[str, Any]) -> None:
-    """Raise what torch's kernel says of the dtype of a destination."""
-
-    def described(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return TensorArg(0, tuple(value.shape), value.stride(), value.dtype)
-        return [described(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    def empty(value: Any) -> Any:  # which any result may resize
-        return (
-            [empty(item) for item in value]
-            if isinstance(value, (list, tuple))
-            else TensorArg(0, (0,), (1,), value.dtype)
-        )
-
-    destinations = {name: empty(value) for name, value in outs.items()}
-    named = {name: described(value) for name, value in kwargs.items()}
-    checks.check(info.op, [described(a) for a in args], {**named, **destinations})
-
-
-def _store(info: Any, out: Any, value: Any) -> None:
-    if type(out) is not Tensor:  # a temporary of torch's own beside an output of ours
-        plain = value.to_torch()
-        out.resize_(plain.shape).copy_(plain)
-        return
-    if not torch.can_cast(value.dtype, out.dtype):
-        raise RuntimeError(
-            f"result type {_scalar_name(value.dtype)} can't be cast to the desired output type {_scalar_name(out.dtype)}"
-        )
-    if out.shape == value.shape:
-        aten.copy_.default(out, value)
-        return
-    if type(value) is not Tensor:  # of plain inputs
-        value = host.from_plain(value, out.device_mesh)
-    value = value.to(out.dtype)
-    if out._spec is not None and value.device_mesh == out._spec.mesh and value.ndim == len(out._spec.shape):
-        value = value.redistribute(out._spec.mesh, out._spec.placements)
-    rebind(out, value)
-
-
-def _scalar_name(dtype: torch.dtype) -> str:
-    names = {
-        torch.float32: "Float",
-        torch.float64: "Double",
-        torch.int64: "Long",
-        torch.int32: "Int",
-        torch.bool: "Bool",
-    }
-    names |= {torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.float16: "Half"}
-    names |= {torch.bfloat16: "BFloat16", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble"}
-    return names.get(dtype, str(dtype))
-
-
-def _functional(info: Any) -> Any:
-    """The overload that takes the same arguments without ``out=``; None if there is none."""
-    packet = info.op.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in info.op._schema.arguments if not a.is_out]
-    for name in packet.overloads():
-        overload = getattr(packet, name)
-        if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted:
-            return overload
-    return None
 
 
 def refuse_quantised(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -389,9 +205,9 @@ def refuse_quantised(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 HANDLERS: dict[Any, Handler] = {
     aten.dropout.default: dropout,
-    aten.detach.default: same_handle,
-    aten.alias.default: same_handle,
-    aten.lift_fresh.default: same_handle,
+    aten.detach.default: rebinding.same_handle,
+    aten.alias.default: rebinding.same_handle,
+    aten.lift_fresh.default: rebinding.same_handle,
     aten._local_scalar_dense.default: item,
     aten.equal.default: equal,
     aten.allclose.default: allclose,
@@ -403,7 +219,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.is_pinned.default: is_pinned,
     aten.resize_.default: refuse_resize,
     aten.resize_as_.default: refuse_resize,
-    aten.set_.source_Tensor: set_source,
+    aten.set_.source_Tensor: rebinding.set_source,
     aten.set_.default: refuse_set,
     aten.set_.source_Storage: refuse_set,
     aten.set_.source_Storage_storage_offset: refuse_set,

@@ -20,8 +20,9 @@ from ..raw import flat_bytes
 from ..sharding.rearrange import Shift
 from ..sharding.transfer import Half, Transfer
 from ..worker.assemble import assemble
-from ..worker.executor import CodeCache, Executor, Steps, Value, mesh_of
+from ..worker.executor import CodeCache, Executor, Steps, mesh_of
 from ..worker.poison import Poison
+from ..worker.values_in_out import Value
 from . import protocol
 from .interface import EventHandler, LostHandler
 
@@ -144,9 +145,7 @@ class _World:
     def add_devices(self, device_ids: Iterable[int]) -> None:
         for device in device_ids:
             if device not in self._executors:
-                executor = Executor(device, self._emit, _Blobs(), self._codes)
-                executor.meshes = self._meshes
-                self._executors[device] = executor
+                self._executors[device] = Executor(device, self._emit, _Blobs(), self._codes, self._meshes)
 
     def devices(self) -> list[int]:
         return list(self._executors)

@@ -11,21 +11,17 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
-from .. import memory_pool
 from ..engine import protocol
 from ..mesh import DeviceMesh
-from ..placement import REPLICATE, decode, is_partial
 from ..program.ir import Communication, Op, Program, ShiftDone, ShiftStart, slots_of
-from ..raw import copy, dtype_called, dtype_name, to_bytes
-from ..sharding.layout import box_shape, local_box
+from ..raw import dtype_called
 from ..sharding.rearrange import Shift
 from ..sharding.transfer import Half, Transfer
-from .assemble import cut
 from .bindings import Site, planner_of, shift_of
 from .damage import live_bytes, poison_aliases, storage_id, written_inputs
 from .lower import (
@@ -42,8 +38,8 @@ from .lower import (
 from .poison import Poison
 from .restride import is_certainly_in_order, restride
 from .tracing import Tracer
+from .values_in_out import Blobs, Value, ValuesInOut, torch_device
 
-Value = torch.Tensor | Poison
 Move = Transfer | Half | Shift
 Steps = Generator[tuple[Move, "Value | None"], "Value | None", None]
 """What a command that communicates is: it yields ``(transfer, local source tensor)`` and is sent the transfer's result.
@@ -59,16 +55,6 @@ command's failure; the transfer that was yielded counts as made.
 
 #: Seconds between looks at the store for STATS' peak. A look costs about 0.3 us a value.
 PEAK_INTERVAL = 0.02
-
-
-class Blobs(Protocol):
-    """The client's bytes, as this device reaches them."""
-
-    def blob(self, blob: Any) -> torch.Tensor:
-        """The bytes of a PUT command's ``blob``: 1-d, uint8, the whole tensor, contiguous. The executor copies out of it."""
-
-    def landing(self, landing: Any) -> torch.Tensor:
-        """The space of a GET command's ``landing`` (never None): 1-d, uint8, writable, the whole tensor."""
 
 
 class CodeCache:
@@ -113,14 +99,22 @@ class Executor:
         emit: takes every event (REPLY, FAILED, POISONED).
         blobs: resolves the blobs of PUT and the landings of GET.
         codes: generated programs to share with other executors in this process.
+        meshes: known meshes, by number, to share likewise.
     """
 
-    def __init__(self, device: int, emit: Callable[[list], None], blobs: Blobs, codes: CodeCache | None = None) -> None:
+    def __init__(
+        self,
+        device: int,
+        emit: Callable[[list], None],
+        blobs: Blobs,
+        codes: CodeCache | None = None,
+        meshes: dict[int, DeviceMesh] | None = None,
+    ) -> None:
         self.device = device
         self.values: dict[int, Value] = {}
-        self.meshes: dict[int, DeviceMesh] = {}
+        self.meshes: dict[int, DeviceMesh] = {} if meshes is None else meshes
         self._emit = emit
-        self._blobs = blobs
+        self._in_out = ValuesInOut(device, self.values, self.meshes, emit, blobs)
         self._codes = codes or CodeCache()
         self._functions: dict[int, Function] = {}
         self._generators: dict[int, Function] = {}
@@ -132,14 +126,14 @@ class Executor:
             protocol.FREE: self._free,
             protocol.DEFINE: lambda c: self.define(c[1], msgspec.msgpack.decode(c[2], type=Program)),
             protocol.MESH: lambda c: self.add_mesh(c[1], mesh_of(c)),
-            protocol.PUT: self._put,
-            protocol.GET: self._get,
-            protocol.DESCRIBE: self._describe,
-            protocol.SYNC: lambda c: self._reply(c[1], None),
+            protocol.PUT: self._in_out.put,
+            protocol.GET: self._in_out.get,
+            protocol.DESCRIBE: self._in_out.describe,
+            protocol.SYNC: lambda c: self._in_out.reply(c[1], None),
             protocol.STATS: self._stats,
             protocol.IMPORT: lambda c: importlib.import_module(c[1]),
             protocol.THREADS: lambda c: torch.set_num_threads(c[1]),
-            protocol.SHARDS: self._shards,
+            protocol.SHARDS: self._in_out.shards,
             protocol.DEFAULT_DTYPE: lambda c: torch.set_default_dtype(dtype_called(c[1])),
             protocol.TRACE: self._trace,
         }
@@ -293,13 +287,7 @@ class Executor:
         if command[0] == protocol.PUT:
             self.values[command[1]] = poison
         elif command[0] in _REPLYING:
-            self._reply_poison(command[1], poison)
-
-    def _reply(self, token: int, payload: Any) -> None:
-        self._emit([protocol.REPLY, self.device, token, payload])
-
-    def _reply_poison(self, token: int, poison: Poison) -> None:
-        self._emit([protocol.POISONED, self.device, token, poison.origin])
+            self._in_out.reply_poison(command[1], poison)
 
     def _free(self, command: list) -> None:
         if time.monotonic() > self._next_look:
@@ -321,7 +309,7 @@ class Executor:
         inside a program, is missed.
         """
         live = self._look()
-        self._reply(command[1], {"live": live, "peak": self._peak, "values": len(self.values)})
+        self._in_out.reply(command[1], {"live": live, "peak": self._peak, "values": len(self.values)})
         if command[2]:
             self._peak = live
 
@@ -331,81 +319,13 @@ class Executor:
         if self._tracer is None and what == "start":
             self._tracer = Tracer(self.run, self._program_code)
             self.run = self._tracer.run  # type: ignore[method-assign]
-        self._reply(token, None if self._tracer is None else self._tracer.report())
+        self._in_out.reply(token, None if self._tracer is None else self._tracer.report())
         if self._tracer is not None and what == "stop":
             self._tracer = None
             del self.run
 
     def _program_code(self, program_id: int) -> Code | None:
         return self._defined[program_id].code
-
-    def _put(self, command: list) -> None:
-        _, value, mesh_id, codes, shape, dtype_name, blob = command
-        mesh = self.meshes[mesh_id]
-        coordinate = mesh.coordinate(self.device)
-        if coordinate is None:
-            return
-        placements, dtype = decode(codes), dtype_called(dtype_name)
-        box = local_box(placements, mesh.shape, coordinate, shape)
-        device = torch_device(mesh.device_type, self.device)
-        if device.type == "cpu":
-            result = memory_pool.empty(box_shape(box), dtype)
-        else:
-            result = torch.empty(box_shape(box), dtype=dtype, device=device)
-        if any(is_partial(placement) and index for placement, index in zip(placements, coordinate, strict=True)):
-            result.zero_()
-        elif result.numel():
-            copy(result, cut(self._blobs.blob(blob).view(dtype).view(shape), box))
-        self.values[value] = result
-
-    def _get(self, command: list) -> None:
-        _, token, value, mesh_id, codes, shape, dtype, landing = command
-        mesh = self.meshes[mesh_id]
-        coordinate = mesh.coordinate(self.device)
-        placements = decode(codes)
-        if coordinate is None or any(
-            placement is REPLICATE and index for placement, index in zip(placements, coordinate, strict=True)
-        ):
-            return
-        tensor = self.values[value]
-        if isinstance(tensor, Poison):
-            self._reply_poison(token, tensor)
-            return
-        box = local_box(placements, mesh.shape, coordinate, shape)
-        if tensor.dtype != dtype_called(dtype) or tuple(tensor.shape) != box_shape(box):
-            raise TypeError(
-                f"planned as a {dtype} tensor of shape {box_shape(box)}, but the op made a {dtype_name(tensor.dtype)} "
-                f"tensor of shape {tuple(tensor.shape)}; please report this"
-            )
-        if landing is None:
-            self._reply(token, to_bytes(tensor))
-        else:
-            if tensor.numel():
-                copy(cut(self._blobs.landing(landing).view(tensor.dtype).view(shape), box), tensor)
-            self._reply(token, None)
-
-    def _describe(self, command: list) -> None:
-        _, token, mesh_id, *values = command
-        if self.meshes[mesh_id].device_ids[0] != self.device:
-            return
-        found = []
-        for value in values:
-            tensor = self.values[value]
-            if isinstance(tensor, Poison):
-                self._reply_poison(token, tensor)
-                return
-            found.append([list(tensor.shape), list(tensor.stride()), dtype_name(tensor.dtype)])
-        self._reply(token, found)
-
-    def _shards(self, command: list) -> None:
-        _, token, value, mesh_id = command
-        if self.meshes[mesh_id].coordinate(self.device) is None:
-            return
-        tensor = self.values[value]
-        if isinstance(tensor, Poison):
-            self._reply_poison(token, tensor)
-        else:
-            self._reply(token, [list(tensor.shape), dtype_name(tensor.dtype), to_bytes(tensor)])
 
 
 _REPLYING = (protocol.GET, protocol.DESCRIBE, protocol.SYNC, protocol.STATS, protocol.SHARDS, protocol.TRACE)
@@ -415,11 +335,6 @@ def mesh_of(command: list) -> DeviceMesh:
     """The mesh that a MESH command describes."""
     _, _, device_type, shape, device_ids, names = command
     return DeviceMesh(device_type, torch.tensor(device_ids).reshape(tuple(shape)), names)
-
-
-def torch_device(device_type: str, device: int) -> torch.device:
-    """Where the tensors of device ``device`` of a mesh live."""
-    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, device)
 
 
 def _where(error: Exception, code: Code | None) -> tuple[int, dict[str, Any]]:

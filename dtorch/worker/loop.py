@@ -26,14 +26,14 @@ class SharedBlobs:
         self._region = Region(fd, CLIENT)
 
     def blob(self, blob: Any) -> torch.Tensor:
-        """See `dtorch.worker.executor.Blobs`."""
+        """See `dtorch.worker.values_in_out.Blobs`."""
         if isinstance(blob, list):
             return self._region.bytes(*blob)
         # frombuffer refuses an empty buffer, and warns of one that it may not write to.
         return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)
 
     def landing(self, landing: Any) -> torch.Tensor:
-        """See `dtorch.worker.executor.Blobs`."""
+        """See `dtorch.worker.values_in_out.Blobs`."""
         return self._region.bytes(*landing)
 
 

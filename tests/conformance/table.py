@@ -73,10 +73,10 @@ def _row(op: Any, listed: dict[str, known.Known]) -> Row:
 
 def _native(one: torch._ops.OpOverload) -> bool:
     """Whether it runs on shards: by a rule, as a view's new handle, or as values made from a key and each element's index."""
-    from dtorch.client import random_ops, special
+    from dtorch.client import random_ops, rebinding
     from dtorch.sharding.rules import rule_for
 
-    made_in_place = (random_ops.FILLS, random_ops.INTEGER_FILLS, random_ops.LIKE, special.IN_PLACE_VIEWS)
+    made_in_place = (random_ops.FILLS, random_ops.INTEGER_FILLS, random_ops.LIKE, rebinding.IN_PLACE_VIEWS)
     return rule_for(one) is not None or any(one in table for table in made_in_place)
 
 
