@@ -11,6 +11,21 @@ import torch
 # From about here on libc writes past the caches, and a copy takes 0.6 of torch's time (256 MB: 20 ms and 35 ms).
 _PAST_CACHES = 1 << 24
 
+#: Real types that numpy has too.
+_NUMPYS = frozenset(
+    (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+)
+
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a CPU tensor in row-major order, as a 1-d uint8 tensor; a view where it is contiguous."""
@@ -22,6 +37,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of the bytes of a tensor of any dtype, in row-major order."""
+    if tensor.dtype in _NUMPYS and tensor.is_cpu and not tensor.requires_grad and not tensor.is_neg():
+        return tensor.numpy().tobytes()  # a third of the general way's time
     return flat_bytes(tensor.cpu()).numpy().tobytes() if tensor.numel() else b""
 
 

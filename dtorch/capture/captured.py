@@ -137,6 +137,8 @@ class Captured:
         self.rewritten: list[plain.Node] = []
         #: Those that it draws from.
         self.generators: list[torch.Generator] = []
+        #: A call may turn out to be another one when it has begun to do its own part.
+        self.may_fail = True
         self.variable: set[int] = set()
         self.segments: list[Segment] = []
         self.programs: list[int] = []
@@ -227,13 +229,14 @@ class Captured:
     def _in_stages(self, controller: Controller, call: Call) -> None:
         """Do the client's own part, random keys, plain work and optimizers' numbers, and queue the programs, up to each value that is
         read, which has to be what it was. A `Mismatch` undoes what was written and drawn on the client."""
-        for generator in self.generators:
-            call.undo.append((generator.set_state, generator.get_state()))
+        if self.may_fail:
+            for generator in self.generators:
+                call.undo.append((generator.set_state, generator.get_state()))
         found: list[Any] = []
         programs = 0
         try:
             call.env = plain.given(self.starts, call, self.variable)
-            for node in self.rewritten:
+            for node in self.rewritten if self.may_fail else ():
                 tensor = call.plain(node)
                 call.undo.append((tensor.copy_, tensor.detach().clone()))
             for stage in self.stages:

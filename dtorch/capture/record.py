@@ -27,7 +27,8 @@ from .outside import Outside, grad_of
 from .plain import PLAIN, Entry
 from .reads import Read
 from .recorder import Key, Put, Recorder, copying
-from .repeats import once
+from .repeats import SentAgain, once
+from .replay import Replay, joined
 from .results import maker_of
 from .wiring import Wiring
 
@@ -323,6 +324,12 @@ class Recording:
                 stages[at].items.append(item)
         captured.stages = stages
         captured.items = [item for item in captured.items if type(item) is not Read]
+        for stage in stages:
+            stage.items = joined(stage.items)
+        replayed = (Replay, Put, SentAgain, Key)
+        captured.may_fail = bool(self.recorder.reads) or any(
+            type(item) not in replayed for stage in stages for item in stage.items
+        )
         captured.reads = self.recorder.reads
 
 

@@ -329,8 +329,10 @@ class Controller:
             raise self._unusable()
         mesh = self.mesh(spec.mesh)
         source = tensor
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        blob = to_bytes(tensor) if tensor.nbytes <= INLINE_BYTES else self.engine.stage(tensor)
+        if tensor.nbytes <= INLINE_BYTES:
+            blob = to_bytes(tensor)
+        else:
+            blob = self.engine.stage(tensor.detach().resolve_conj().resolve_neg().contiguous())
         issue = self.issue if alone else self._queue
         with self.lock:
             value = new_value()

@@ -422,6 +422,11 @@ def compose(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What ``op`` calls: the same without a Python function before it, which takes 0.5 us."""
+    return op._op
+
+
 _overrides = torch.library.Library("aten", "IMPL")
 
 
