@@ -330,7 +330,7 @@ class Controller:
         mesh = self.mesh(spec.mesh)
         source = tensor
         if tensor.nbytes <= INLINE_BYTES:
-            blob = to_bytes(tensor)
+            blob: Any = to_bytes(tensor)
         else:
             blob = self.engine.stage(tensor.detach().resolve_conj().resolve_neg().contiguous())
         issue = self.issue if alone else self._queue
