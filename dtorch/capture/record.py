@@ -223,11 +223,14 @@ class Recording:
         self.needed: list[Any] = []
         #: Tensors from outside that the call returns as they are.
         self.returned: list[Any] = []
+        #: Arguments that it returns as they are. One that is also outside may have been meant as that.
+        self.given_back: list[Any] = []
         before = {id(t): i for i, t in enumerate(self.arguments.tensors)}
 
         def of_tensor(tensor: torch.Tensor) -> Any:
             if id(tensor) in before:
                 index = before[id(tensor)]
+                self.given_back.append(tensor)
                 return lambda call: call.tensors[index]
             if type(tensor) is Tensor and tensor._spec is not None:
                 if self.before.saw(tensor) and tensor._value.id not in made:

@@ -51,6 +51,8 @@ class Wiring:
                 i for i, v in enumerate(self._outer.values) if v.id in read and self._outer.handles[i].requires_grad
             }
         wanted |= {bases[id(h._value.root)] for h in self._recording.handles if id(h._value.root) in bases}
+        own = [self._outer.index_of_value.get(handle._value.id) for handle in self._recording.handles]
+        wanted |= {index for index in own if index is not None}
         #: Indices in `outer` of the handles that a call reads: one of each value, then the others on the same value.
         self.read = sorted(wanted)
         values = {self._outer.values[i].id for i in self.read}
@@ -153,7 +155,7 @@ class Wiring:
         containers += [edge.container for edge in absent]
         used = [
             one
-            for one in (*read, *plain, *hosts, *self._recording.returned, *containers)
+            for one in (*read, *plain, *hosts, *self._recording.returned, *self._recording.given_back, *containers)
             if self._recording.before.saw(one)
         ]
         ways = {edge.place: (edge, child) for edge, child in self._recording.before.ways(used)}

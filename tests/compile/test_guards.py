@@ -191,6 +191,39 @@ def test_an_argument_that_is_also_outside() -> None:
         close(weight.grad, W * 2 if given is weight else expected)
 
 
+def test_an_argument_that_is_also_outside_and_returned() -> None:
+    outside = placed(W)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x * 2, outside, y
+
+    compiled = dtorch.compile(function)
+    other = placed(W + 1)
+    for given in (outside, other, outside, other):
+        _, one, two = compiled(placed(X), given)
+        assert one is outside
+        assert two is given
+
+
+def test_a_view_that_changes_places_with_what_it_is_a_view_of() -> None:
+    def run(first: Any, compiled: bool) -> list[Any]:
+        outside = {"a": first, "b": first.t()}
+
+        def function(x: torch.Tensor) -> Any:
+            outside["a"], outside["b"] = outside["b"], outside["a"]
+            outside["a"].add_(x)
+            return x.sum()
+
+        call = dtorch.compile(function) if compiled else function
+        for number in range(4):
+            call(placed(W + number) if compiled else W + number)
+        return [outside["a"], outside["b"], first]
+
+    with torch.inference_mode():
+        for found, expected in zip(run(placed(W), True), run(W.clone(), False), strict=True):
+            close(found, expected)
+
+
 @pytest.mark.parametrize("swaps", [False, True], ids=["data is set", "tensors are swapped"])
 def test_another_dtype(swaps: bool) -> None:
     model = dtorch.distribute_module(torch.nn.Linear(4, 4), MESH, {})

@@ -10,10 +10,9 @@ import warnings
 from pathlib import Path
 
 from . import supervise
+from .ops import CHECKS
 from .outcome import Tally
 from .placements import MESHES, VARIANTS
-
-CHECKS = ("forward", "no_grad", "inference", "backward", "gradgrad", "inplace", "inplace_backward", "out")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -56,7 +56,8 @@ class Check:
     strides: bool = True
     """They may be compared: not where autograd picks its formulas by whether a tensor is of a subclass."""
     floor: Tolerance = (0.0, 0.0)
-    factory: Callable | None = None
+    plain_too: bool = True
+    """It holds of plain tensors among the arguments: not that these share memory with results, which have copies of them."""
 
     def outcome(self, status: str, mesh: str = "", variant: str = "", detail: str = "") -> Outcome:
         return Outcome(self.name, status, self.kind, self.dtype, self.sample, mesh, variant, detail)
@@ -79,7 +80,7 @@ def compare(check: Check, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
     for mesh in grid.meshes:
         shape = MESHES[mesh]
         refused = () if check.tensors else ("partial", "mixed", "plain")
-        if any(index > 0 for index in written):
+        if not check.plain_too or any(index > 0 for index in written):
             refused += ("plain",)  # a plain tensor is not written by an op on distributed ones, but for the clear error
         variants = tuple(v for v in grid.variants if v not in refused)
         for layout, variant in layouts(variants, placed, len(shape)).items():
@@ -156,6 +157,9 @@ class _Placer:
     def layout_of(self, tensor: torch.Tensor) -> object:
         return self.adapter.layout(tensor)
 
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        return self.adapter.fetch(value)
+
 
 class _PlainPlacer:
     """The same calls on plain tensors."""
@@ -189,6 +193,9 @@ class _PlainPlacer:
 
     def layout_of(self, tensor: torch.Tensor) -> object:
         return None
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
 
 
 def _expected(check: Check, place: _PlainPlacer) -> tuple[Any, bool, str]:

@@ -9,13 +9,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from . import memory
 from .adapters import Adapter
 from .checks import Body, Check, Grid, Place, arguments, compare, first_line, gradients
 from .compare import Tolerance
 from .outcome import Outcome
 from .samples import Sample, of_op
 
-CHECKS = ("forward", "no_grad", "inference", "backward", "gradgrad", "inplace", "inplace_backward", "out")
+CHECKS = (
+    "forward",
+    "no_grad",
+    "inference",
+    "backward",
+    "gradgrad",
+    "inplace",
+    "inplace_backward",
+    "out",
+    *memory.MODES,
+)
 NEED_GRADIENTS = ("backward", "gradgrad", "inplace_backward")
 
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -80,6 +91,7 @@ def run(op: Any, adapter: Adapter, grid: Grid) -> Iterator[Outcome]:
                             values=op.name not in UNINITIALISED,
                             strides=kind not in NEED_GRADIENTS,
                             floor=_floor(op, dtype),
+                            plain_too=kind not in memory.MODES,
                         )
                         yield from compare(check, adapter, grid)
 
@@ -106,6 +118,8 @@ def _body(op: Any, kind: str, sample: Sample) -> Body | None:
         )
     if kind == "out":
         return (lambda place: _out(op, sample, place)) if op.supports_out and tensors else None
+    if kind in memory.MODES:
+        return (lambda place: memory.sharing(op.op, memory.MODES[kind], sample, place)) if tensors else None
     return lambda place: _forward(op, MODES[kind], sample, place)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from . import adapters, databases, known, rounding, samples, supervise
+from . import adapters, databases, known, memory, rounding, samples, supervise
 from .checks import Grid
 from .compare import difference, no_worse, stride_difference
 from .outcome import Outcome, Tally
@@ -208,3 +210,19 @@ def test_a_run_in_processes_reports_what_ends_one(tmp_path: Path) -> None:
 def test_a_process_that_cannot_start_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with status"):
         supervise.run(1, tmp_path / "results.jsonl", False, ["--ops", "nosuchop"])
+
+
+def test_what_results_share_with_arguments_is_told_apart() -> None:
+    class Place(adapters.PlainAdapter):
+        def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone()
+
+    def shared(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return memory.sharing(
+            function, torch.inference_mode, samples.Sample((torch.arange(6.0).view(2, 3),), {}), Place()
+        )
+
+    functions = [lambda x: x, lambda x: x.view(2, 3), torch.clone, lambda x: x[:1], lambda x: x[1:]]
+    kinds = [shared(function) for function in functions]
+    for number, kind in enumerate(kinds):
+        assert [other for other in range(5) if difference(kind, kinds[other], exact=True) is None] == [number]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import adapters, databases, known
+from . import adapters, databases, known, memory
 from .checks import Grid
 from .outcome import Outcome
 from .placements import MESHES, VARIANTS
@@ -47,6 +47,25 @@ ON_PROCESSES = (
     *("nn.Linear", "nn.TransformerEncoderLayer", "optim.SGD", "optim.AdamW"),
 )
 """A slice across the families: the engine does not change what an op means, only how it is run."""
+
+SHARING = (
+    *(
+        "contiguous",
+        "to",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "ravel",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+    ),
+    *("squeeze", "unsqueeze", "narrow", "unflatten", "chunk", "split", "tensor_split", "unbind", "movedim"),
+    *("diagonal", "real", "view_as", "resolve_conj", "resolve_neg", "positive", "atleast_2d", "permute", "select", "T"),
+    *("nn_functional_dropout", "nn_functional_feature_alpha_dropout_without_train", "nn_functional_pad_constant"),
+    *("nan_to_num", "cat", "clone", "repeat_interleave", "nn_functional_interpolate_nearest", "float", "__getitem__"),
+)
+"""Ops of which some give their argument, or a view of it, always or sometimes."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +114,16 @@ def test_simulated(simulation: adapters.Adapter, part: int) -> None:
 def test_on_workers(processes: adapters.Adapter, name: str) -> None:
     grid = Grid(("2",), ("first",), ("forward", "backward"), 1)
     found = [one for entry in databases.select((name,)) for one in entry.run(processes, grid)]
+    failures = known.unexpected(found, known.load())
+    assert not failures, report(failures)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_memory_is_shared_where_torch_shares_it(simulation: adapters.Adapter, name: str) -> None:
+    """Of every op: ``python -m tests.conformance --checks alias,alias_no_grad,alias_inference``."""
+    grid = Grid(("2",), ("first",), tuple(memory.MODES), 1)
+    found = [one for entry in databases.select((name,)) for one in entry.run(simulation, grid)]
+    assert any(one.status == "ok" for one in found)
     failures = known.unexpected(found, known.load())
     assert not failures, report(failures)
 
