@@ -6,6 +6,8 @@ at most during a call, beyond what it held before.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -29,12 +31,12 @@ ROUNDS = 15
 
 
 class Compared:
-    """A function, recorded with and without a pass."""
+    """A function, recorded with and without a pass, or what ``backend`` does."""
 
-    def __init__(self, function: Callable[..., Any], args: list[Any], *passes: str) -> None:
+    def __init__(self, function: Callable[..., Any], args: list[Any], *passes: str, backend: str | None = None) -> None:
         self._args = args
         self.off = dtorch.compile(lambda *given: function(*given))
-        self.on = dtorch.compile(lambda *given: function(*given))
+        self.on = dtorch.compile(lambda *given: function(*given), backend=backend)
         with without(*passes):
             for _ in range(3):
                 self.call(self.off)
@@ -198,6 +200,25 @@ def _dead() -> list[Row]:
     return [compared.speed("dead work"), *compared.instructions("dead work")]
 
 
+def _inductor() -> list[Row]:
+    def chain(x: Any) -> Any:
+        return torch.nn.functional.gelu((x * 2 + 1).sigmoid() * x).square() - x
+
+    def layer(x: Any, weight: Any) -> Any:
+        return torch.nn.functional.silu(torch.nn.functional.layer_norm(x, x.shape[-1:]) @ weight) + x
+
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return []
+    cases = {
+        "a chain of elementwise ops": (chain, [_sharded(2048, 1024)]),
+        "norm, product, silu and sum": (layer, [_sharded(1024, 256), dtorch.randn(256, 256, device_mesh=MESH)]),
+    }
+    return [
+        Compared(function, args, backend="inductor").speed(f"inductor, {what}")
+        for what, (function, args) in cases.items()
+    ]
+
+
 def _free() -> list[Row]:
     """What a worker holds of a chain of eight results, 40 MB of each: the program frees a value after its last use.
 
@@ -242,6 +263,6 @@ def _status(pid: int, name: str) -> int:
 def run() -> list[Row]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = [*_reuse(), *_scatter(), *_buckets(), *_overlap(), *_dead(), *_free()]
+    rows = [*_reuse(), *_scatter(), *_buckets(), *_overlap(), *_dead(), *_inductor(), *_free()]
     dtorch.shutdown()
     return rows

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
+import shutil
 import threading
 import types
 import warnings
@@ -23,7 +25,7 @@ RECORDINGS = 8
 PASSING = 3
 
 
-def compile(function: Any = None, *, verify: bool = False) -> Any:
+def compile(function: Any = None, *, backend: str | None = None, verify: bool = False) -> Any:
     """A function or module whose calls are recorded, and run with one command to the workers from then on (one for each mesh in turn).
 
     The contract of ``jax.jit`` and of CUDA graphs. The first call with new argument specs, Python arguments, modes of torch (grad,
@@ -53,6 +55,10 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
 
     Args:
         function: a function, a method or an ``nn.Module``. Without it, a decorator.
+        backend: what the workers run the program with: torch's kernels one by one (None), or, with ``"inductor"``, functions that
+            torch's inductor compiles from the ops between two that communicate, write in place or draw random numbers, at the second
+            run of each. That takes seconds, the C++ compiler that ``CXX`` names (or g++), and Triton on cuda devices. Elements may be
+            rounded otherwise: intermediate results of bfloat16 and float16 stay float32, and products and sums may be fused.
         verify: record every call again and compare; nothing is faster then.
 
     Returns:
@@ -60,6 +66,8 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
 
     Raises:
         TypeError: what is given cannot be called.
+        ValueError: there is no such ``backend``.
+        RuntimeError: with ``backend="inductor"``, there is no C++ compiler.
         DTorchError: with ``verify``, a call does something else than was recorded.
 
     Example::
@@ -72,19 +80,32 @@ def compile(function: Any = None, *, verify: bool = False) -> Any:
         (32.0, 64.0)
     """
     if function is None:
-        return functools.partial(compile, verify=verify)
+        return functools.partial(compile, backend=backend, verify=verify)
     if not callable(function):
         raise TypeError(f"compile(): expected a function or a module, got {type(function).__name__}")
+    _check_backend(backend)
     if isinstance(function, Compiled):
         return function
-    return Compiled(function, verify)
+    return Compiled(function, verify, backend)
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend not in (None, "inductor"):
+        raise ValueError(f'compile(): backend must be None or "inductor", got {backend!r}')
+    compiler = os.environ.get("CXX", "g++")
+    if backend == "inductor" and shutil.which(compiler) is None:
+        raise RuntimeError(
+            f"compile(): backend=\"inductor\" needs a C++ compiler on every worker's machine, and {compiler!r} is not on this one's PATH; "
+            "install g++, name another in the environment variable CXX, or leave backend out"
+        )
 
 
 class Compiled:
     """What `compile` gives. ``program`` is what was recorded last, for people: print it."""
 
-    def __init__(self, function: Callable[..., Any], verify: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], verify: bool = False, backend: str | None = None) -> None:
         self.function = function
+        self.backend = backend
         self.verify = verify
         self.program: Any = None
         self._name = getattr(function, "__qualname__", type(function).__name__)
@@ -142,7 +163,9 @@ class Compiled:
             return self.function(*args, **kwargs)
         known = self._found.get(key, ()) if self.verify else ()
         alike = [captured for captured in known if captured.matches(arguments.tensors)]
-        made = Recording(self.function, self._name, args, kwargs, arguments, keeps_constants=self.verify)
+        made = Recording(
+            self.function, self._name, args, kwargs, arguments, backend=self.backend, keeps_constants=self.verify
+        )
         read = tuple(read.found for read in made.recorder.reads)
         expected = next((captured for captured in alike if captured.begins(read)), None)
         if expected is not None:
@@ -215,12 +238,12 @@ class Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = copy.deepcopy(self.function, memo)
-        return self if copied is self.function else Compiled(copied, self.verify)
+        return self if copied is self.function else Compiled(copied, self.verify, self.backend)
 
     def __reduce__(self) -> Any:
         if isinstance(self.function, types.FunctionType):
             return self.function.__qualname__  # as pickle takes functions, by name
-        return Compiled, (self.function, self.verify)
+        return Compiled, (self.function, self.verify, self.backend)
 
     def __repr__(self) -> str:
         return f"<dtorch.compile of {self.function!r}: {len(self._keys)} recordings>"
@@ -235,7 +258,7 @@ class Compiled:
 
 #: A `Compiled`'s own attributes; the others are its function's.
 _OWN = frozenset(
-    ("function", "verify", "program", "_name", "_found", "_passing", "_eager", "_keys", "_warned", "_lock")
+    ("function", "verify", "backend", "program", "_name", "_found", "_passing", "_eager", "_keys", "_warned", "_lock")
 )
 
 _ALL: weakref.WeakSet[Compiled] = weakref.WeakSet()

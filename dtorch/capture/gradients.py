@@ -253,7 +253,7 @@ def differentiate(
     for way in ways:
         specs = [_gradient_spec(handles[outputs[i]]._spec) for i in way]
         given = [fresh.filled(spec, 1) for spec in specs]
-        recorder = Recorder(forward)
+        recorder = Recorder(forward.backend, forward)
         with _without_hooks(targets), recorder:
             grads = list(
                 torch.autograd.grad(
@@ -282,7 +282,7 @@ def backward_of(recorded: Any, name: str, position: dict[int, int], forward: Rec
     way, specs, given, recorder, grads = recorded
     made = {value for command in recorder.commands for value in command.outputs}
     kept = {grad._value.id for grad in grads if grad is not None} & made
-    segments = compose(f"backward of {name}", recorder.commands, kept, passes.chosen())
+    segments = compose(f"backward of {name}", recorder.commands, kept, passes.chosen(recorder.backend))
     inner = [value for segment in segments for value in segment.outputs]
     sources: dict[int, int] = {}
     start = -1

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from ..client import runtime
 from ..program.buckets import bucket
 from ..program.dead import drop_dead
+from ..program.fuse import fuse
 from ..program.overlap import overlap
 from ..program.reuse import reuse
 from ..program.rewrite import Pass
@@ -24,9 +25,13 @@ PASSES: dict[str, Pass] = {
 _off: set[str] = set()
 
 
-def chosen() -> list[Pass]:
-    """The passes for what is recorded now: all, but for those in `without`."""
-    return [one for name, one in PASSES.items() if name not in _off]
+#: What programs go through at the end, for what the workers run them with.
+BACKENDS: dict[str | None, list[Pass]] = {None: [], "inductor": [fuse]}
+
+
+def chosen(backend: str | None) -> list[Pass]:
+    """The passes for what is recorded now: all, but for those in `without`, and those of ``backend``."""
+    return [one for name, one in PASSES.items() if name not in _off] + BACKENDS[backend]
 
 
 @contextmanager

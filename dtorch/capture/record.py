@@ -44,6 +44,7 @@ class Recording:
         kwargs: Any,
         arguments: Arguments,
         *,
+        backend: str | None = None,
         keeps_constants: bool = False,
     ) -> None:
         self.keeps_constants = keeps_constants
@@ -52,7 +53,7 @@ class Recording:
         self.roots = [function, *arguments.objects]
         self.before = Outside(self.roots)
         self.given = Given(args, kwargs)
-        self.recorder = recorder = Recorder()
+        self.recorder = recorder = Recorder(backend)
         self.outer = Outer(arguments.tensors, self.before)
         self._tell_of_outside()
         recorder.roots = self.outer.roots()
@@ -170,7 +171,7 @@ class Recording:
         wanted = kept | {read.id for read in reads}
         pieces = []
         for start, end in zip([0, *ends][-2::-1], ends[::-1], strict=True):
-            pieces.append(compose(self.name, commands[start:end], wanted, passes.chosen()))
+            pieces.append(compose(self.name, commands[start:end], wanted, passes.chosen(self.recorder.backend)))
             wanted = wanted.union(*[segment.inputs for segment in pieces[-1]])
         return pieces[::-1]
 

@@ -71,9 +71,15 @@ class Put:
 
 
 class Recorder:
-    """Takes the commands of this thread while it is entered. ``forward``: the recorder of the call whose backward this is."""
+    """Takes the commands of this thread while it is entered.
 
-    def __init__(self, forward: Recorder | None = None) -> None:
+    Args:
+        backend: what the workers are to run the program with (`dtorch.capture.passes`).
+        forward: the recorder of the call whose backward this is.
+    """
+
+    def __init__(self, backend: str | None, forward: Recorder | None = None) -> None:
+        self.backend = backend
         self._forward_recorder = forward
         self.controller: Controller = runtime.controller()
         #: Values from here on are made while recording.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .ir import Communication, Instruction, Local, Op, Program, Slot, outs_of, slots_of
+from .ir import Communication, Fused, Instruction, Local, Op, Program, Slot, outs_of, slots_of
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ HIDDEN_VIEWS: dict[Any, str] = {
 
 def effects(instruction: Instruction, local_writes: Writes) -> tuple[list[int], list[int]]:
     """The slots that ``instruction`` writes, and those that its results may be views of."""
-    if isinstance(instruction, Communication):
+    if isinstance(instruction, (Communication, Fused)):
         return [], []
     if isinstance(instruction, Local):
         used = slots_of(instruction)

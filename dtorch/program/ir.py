@@ -68,6 +68,18 @@ class Op(msgspec.Struct, frozen=True, tag="op"):
     orders: list[list[int] | None] = []
 
 
+class Fused(msgspec.Struct, frozen=True, tag="fused"):
+    """Ops that a device runs as one function, made by a compiler (`dtorch.worker.fused`). They write nothing that is there before.
+
+    In ``body`` slots count anew: ``inputs`` come first. Of what it makes, ``results`` are kept, as ``outs``; no two of them share memory.
+    """
+
+    inputs: list[int]
+    body: list[Op]
+    results: list[int]
+    outs: list[int]
+
+
 class Local(msgspec.Struct, frozen=True, tag="local"):
     """Run one of dtorch's own device functions (`dtorch.worker.functions`): it knows where the device stands.
 
@@ -194,7 +206,7 @@ class ShiftDone(msgspec.Struct, frozen=True, tag="shift_done"):
     dtype: str
 
 
-Instruction = Union[Op, Local, Reshard, ReshardStart, ReshardDone, Rearrange, ShiftStart, ShiftDone]
+Instruction = Union[Op, Fused, Local, Reshard, ReshardStart, ReshardDone, Rearrange, ShiftStart, ShiftDone]
 Communication = (Reshard, ReshardStart, Rearrange, ShiftStart, ShiftDone)
 """The instructions in which devices meet; all others are a device's own affair."""
 
@@ -232,6 +244,8 @@ def slots_of(instruction: Instruction) -> list[int]:
         return [instruction.move.source]
     if isinstance(instruction, Communication):
         return [] if isinstance(instruction, ShiftDone) else [instruction.source]
+    if isinstance(instruction, Fused):
+        return instruction.inputs
     found: list[int] = []
 
     def collect(arg: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .ir import Instruction, Layout, LocalShape, Operand, Program, Slot, outs_of, slots_of
+from .ir import Fused, Instruction, Layout, LocalShape, Operand, Program, Slot, outs_of, slots_of
 
 
 class Rewritten(NamedTuple):
@@ -78,6 +78,12 @@ def renamed(instruction: Instruction, slot: Any, operand: Any) -> Instruction:
         value = getattr(instruction, field)
         if field in ("source", "out"):
             changed[field] = slot(value)
+        elif isinstance(instruction, Fused) and field != "outs":
+            changed[field] = {
+                "inputs": lambda: [slot(index) for index in instruction.inputs],
+                "body": lambda: [renamed(op, lambda index: index, operand) for op in instruction.body],
+                "results": lambda: instruction.results,
+            }[field]()
         elif field == "move":
             changed[field] = renamed(value, slot, operand)
         elif field == "outs":

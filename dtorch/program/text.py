@@ -7,6 +7,7 @@ from typing import Any
 from ..placement import decode
 from .ir import (
     Const,
+    Fused,
     Instruction,
     Layout,
     Local,
@@ -51,6 +52,9 @@ def _line(program: Program, instruction: Instruction) -> str:
         if isinstance(instruction, Local) and instruction.outputs:
             text += f" as {', '.join(map(shown, instruction.outputs))}"
         return text if not any(out >= 0 for out in instruction.outs) else f"{outs} = {text}"
+    if isinstance(instruction, Fused):
+        inputs, outs = (", ".join(f"%{slot}" for slot in slots) for slots in (instruction.inputs, instruction.outs))
+        return f"{outs} = compiled({inputs}): {', '.join(op.name for op in instruction.body)}"
     if isinstance(instruction, ReshardStart):
         if isinstance(instruction, ReshardDone):
             return f"%{instruction.move.out} = redistribute(%{instruction.move.source}): done"

@@ -18,6 +18,7 @@ import torch
 
 from ..program.ir import (
     Const,
+    Fused,
     Local,
     LocalShape,
     Op,
@@ -33,7 +34,7 @@ from ..program.ir import (
     outs_of,
     slots_of,
 )
-from . import bindings
+from . import bindings, fused
 from .bindings import Maker, Site, same
 from .operators import BUILTINS, resolve
 from .restride import restride, restride_if_tensor
@@ -107,7 +108,10 @@ class _Writer:
             elif isinstance(instruction, (ShiftStart, ShiftDone)):
                 self.shift(index, instruction)
             elif self.held[program.mesh]:
-                self.call(index, instruction)
+                if isinstance(instruction, Fused):
+                    self.fused(index, instruction)
+                else:
+                    self.call(index, instruction)
             dead = [f"s{slot}" for slot in last_use.get(index, ()) if slot in self.slots]
             if dead:
                 self.line(index, "del " + ", ".join(dead))
@@ -202,6 +206,12 @@ class _Writer:
         self.slots.update(slot for _, slot in kept)
         if isinstance(call, Op):
             self.orders(index, call, inputs)
+
+    def fused(self, index: int, instruction: Fused) -> None:
+        function = self.bind("f", fused.function_of(self.program, instruction))
+        inputs, outs = map(self.slot, instruction.inputs), map(self.slot, instruction.outs)
+        self.line(index, f"{', '.join(outs)}, = {function}({', '.join(inputs)})")
+        self.slots.update(instruction.outs)
 
     def orders(self, index: int, call: Op, inputs: str) -> None:
         for out, (slot, order) in enumerate(zip(call.outs, call.orders, strict=False)):

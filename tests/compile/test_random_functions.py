@@ -1,4 +1,4 @@
-"""Captured random functions on whole numbers give what plain torch gives, to the bit: with all passes, and without each of them.
+"""Captured random functions on whole numbers give what plain torch gives, to the bit: with all passes, without each, and fused.
 
 Their values are moved, written through views, returned and computed twice; two arguments may share memory.
 """
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 from dtorch.capture.passes import PASSES, without
+from dtorch.worker import fused
 
 SIZE = 4
 MESH = DeviceMesh("cpu", [0, 1, 2], ("x",))
@@ -90,9 +91,10 @@ def placed(alike: str, first: int, second: int) -> list[Any]:
 
 def check(plan: list[Step], wanted: set[int], alike: str, first: int, second: int, off: str | None) -> None:
     function = function_of(plan, wanted)
-    with without(*([off] if off else [])):
-        compiled = dtorch.compile(function)
-        for _ in range(2):
+    fuses = off == "fused"
+    with without(*([off] if off in PASSES else [])):
+        compiled = dtorch.compile(function, backend="inductor" if fuses else None)
+        for _ in range(3 if fuses else 2):
             plain, ours = given_tensors(alike), placed(alike, first, second)
             expected, found = function(*plain), compiled(*ours)
             pairs = list(zip([*found, *ours], [*expected, *plain], strict=True))
@@ -103,8 +105,14 @@ def check(plan: list[Step], wanted: set[int], alike: str, first: int, second: in
             assert all(torch.equal(one.to_torch(), other) for one, other in pairs)
 
 
+@pytest.fixture
+def without_a_compiler(monkeypatch):
+    """What is fused runs as the graph that the compiler would get."""
+    monkeypatch.setattr(fused, "by_inductor", lambda module, inputs: module)
+
+
 @pytest.mark.filterwarnings("ignore:dtorch.compile")
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.usefixtures("simulated", "without_a_compiler")
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(steps, min_size=1, max_size=7),
@@ -112,12 +120,20 @@ def check(plan: list[Step], wanted: set[int], alike: str, first: int, second: in
     st.sampled_from(("own", "same", "view")),
     st.integers(0, 2),
     st.integers(0, 2),
-    st.sampled_from((None, *PASSES)),
+    st.sampled_from((None, *PASSES, "fused")),
 )
 def test_random_functions(
     plan: list[Step], wanted: set[int], alike: str, first: int, second: int, off: str | None
 ) -> None:
     check(plan, wanted, alike, first, second, off)
+
+
+@pytest.mark.filterwarnings("ignore:dtorch.compile")
+@pytest.mark.usefixtures("simulated", "without_a_compiler")
+def test_every_two_steps_fused() -> None:
+    for number, (one, other) in enumerate(itertools.pairwise(sorted(DO))):
+        plan = [Step("add", 1, 2, 2, 0), Step(one, 1, 2, 1, 0), Step("add", 1, 3, 2, 0), Step(other, 2, 1, 2, 1)]
+        check(plan, set(range(9)), ("own", "view")[number % 2], 1, 2, "fused")
 
 
 @pytest.mark.filterwarnings("ignore:dtorch.compile")
