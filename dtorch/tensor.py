@@ -367,8 +367,10 @@ class Tensor(torch.Tensor):
         return display.text(self)
 
     def __format__(self, spec: str) -> str:
-        if self.ndim == 0 and spec:
-            return self.item().__format__(spec)
+        if self.ndim == 0 and (
+            spec or not isinstance(self, torch.nn.Parameter)
+        ):  # as torch: a parameter says that it is one
+            return self.detach().item().__format__(spec)
         return object.__format__(self, spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

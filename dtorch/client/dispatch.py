@@ -118,14 +118,18 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         controller.follow_default_dtype()
     plan = _PLANS.get(key) or _PLANS.older(key)
     if plan is None:
+        is_gathered = False
         try:
             plan = make_plan(info, args, kwargs, tensors, numbers, controller, choice)
         except shapes.DataDependent:
-            return call_gathered(info, args, kwargs, tensors, numbers, controller)
+            is_gathered = True
         except MeshMismatch as error:
-            if info.is_foreach:  # an optimizer's, of a model whose stages have meshes of their own
-                return _one_by_one(info, args, kwargs)
-            raise lines.with_line(error) from None
+            if not info.is_foreach:
+                raise lines.with_line(error) from None
+        if is_gathered:
+            return call_gathered(info, args, kwargs, tensors, numbers, controller)
+        if plan is None:  # an optimizer's, of a model whose stages have meshes of their own
+            return _one_by_one(info, args, kwargs)
         _PLANS.put(key, plan)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)

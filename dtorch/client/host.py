@@ -66,8 +66,11 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain_args = [_strip(a, ours) for a in args]
         plain_kwargs = {name: _strip(v, ours) for name, v in kwargs.items()}
     except _Joined:  # a view of a tensor that joined a mesh: it is there too
-        mesh = _joined_mesh(args, kwargs)
-        args, kwargs = place(info, args, kwargs, mesh)
+        has_joined = True
+    else:
+        has_joined = False
+    if has_joined:
+        args, kwargs = place(info, args, kwargs, _joined_mesh(args, kwargs))
         from .dispatch import call
 
         return call(info, args, kwargs)

@@ -94,8 +94,10 @@ IN_PLACE_VIEWS = {
 def run_in_place_view(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         view = IN_PLACE_VIEWS[info.op](*args, **kwargs)
-    except (RuntimeError, IndexError):  # say the op's own name
+    except (RuntimeError, IndexError):
+        view = None
+    if view is None:  # say the op's own name, if torch refuses it too
         info.op(torch.empty_strided(args[0].shape, args[0].stride(), device="cpu"), *args[1:], **kwargs)
-        raise
+        view = IN_PLACE_VIEWS[info.op](*args, **kwargs)
     rebind(args[0], view)
     return args[0]

@@ -41,10 +41,13 @@ def check(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         return
     try:
         _run(op, args, kwargs, fill, small=True)
+        passed = True
     except Exception:
+        passed = False
+    if not passed:  # raised out here, once: the same refusal, with the true sizes in its words where it can have them
         if _is_repeatable(args):
-            _run(op, args, kwargs, fill, small=False)  # the same refusal, with the true sizes in its words
-        raise
+            _run(op, args, kwargs, fill, small=False)
+        _run(op, args, kwargs, fill, small=True)
     if len(_PASSED) >= REMEMBERED:
         _PASSED.clear()
     _PASSED.add(key)

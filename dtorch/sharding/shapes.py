@@ -117,18 +117,21 @@ def _know(op: torch._ops.OpOverload) -> _Known:
 
 def _infer(known: _Known, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:
     op, fast = known.op, known.formula
+    refusal: Exception | None = None
     try:
-        if fast is not None:
-            found = fast(op, args, kwargs)
-            if found is not None and found is not REFUSED:
-                return found
-            if found is REFUSED:
-                return _reworded(op, args, kwargs, None)
-        return by_meta(op, args, kwargs)
+        found = None if fast is None else fast(op, args, kwargs)
+        if found is None:
+            return by_meta(op, args, kwargs)
+        if found is not REFUSED:
+            return found
     except DataDependent:
         raise
     except Exception as error:
-        return _reworded(op, args, kwargs, error)
+        refusal = error
+    try:
+        return _reworded(op, args, kwargs, refusal)  # out here, where its error is the only one that people see
+    finally:
+        refusal = None  # its traceback holds this frame, and so the callers' tensors
 
 
 #: An illegal call is repeated with real tensors of up to this many elements; kernels check before they touch memory.
@@ -147,7 +150,10 @@ def _reworded(
             if error is not None and "not implemented for" in str(refusal):
                 raise
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None
     return by_meta(op, args, kwargs)
 
 
@@ -164,7 +170,7 @@ def by_kernel(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     except RuntimeError as error:
         if "ZeroDivisionError" not in str(error):
             raise
-        return _run_on(1, op, args, kwargs)  # and at integer divisors
+    return _run_on(1, op, args, kwargs)  # and at integer divisors
 
 
 def _run_on(
@@ -191,12 +197,13 @@ def by_meta(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         with torch.no_grad():
             return _flatten(op(*_rebuild(args, "meta"), **_rebuild_kwargs(kwargs, "meta")))
     except NotImplementedError:
-        return _by_fake(op, args, kwargs)
+        pass
     except RuntimeError as error:
         # A composite that reads a value: torch says so in a plain RuntimeError (2.13, meta_local_scalar_dense).
         if "cannot be called on meta tensors" in str(error):
             raise DataDependent(str(op)) from error
         raise
+    return _by_fake(op, args, kwargs)
 
 
 def _by_fake(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Meta | None, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -168,4 +170,23 @@ def test_the_error_is_torchs(mistake: str, placement: dtorch.Placement) -> None:
         call(*ours)
     assert type(raised.value) is type(expected.value)
     assert str(raised.value) == str(expected.value)
+    assert raised.value.__context__ is None  # one traceback, not how we found out
     dtorch.synchronize()  # and nothing went wrong later, on a worker
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    class Local:
+        pass
+
+    def wrong() -> weakref.ref:
+        local = Local()
+        with pytest.raises(RuntimeError):
+            dtorch.ones(4, 6, device_mesh=dtorch.DeviceMesh("cpu", [0, 1])) @ dtorch.ones(4, 6)
+        return weakref.ref(local)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert wrong()() is None
+    finally:
+        gc.enable()

@@ -88,6 +88,32 @@ def test_str_format_and_repr_agree() -> None:
     assert f"{x=}" == f"x={x!r}"
 
 
+@pytest.mark.parametrize("spec", ["", ".3f", "8", "d", "e", "%", ">10", "no spec"])
+@pytest.mark.parametrize("value", [3.0, 2.5, 3, True, 1 + 2j, float("nan"), [1.0, 2.0], [], [[1]]])
+def test_numbers_are_formatted_as_torch_formats_them(value: Any, spec: str) -> None:
+    """A tensor without dims as the number that it is; others take no format, and print whole."""
+
+    def formatted(x: torch.Tensor) -> str:
+        try:
+            return format(x, spec)
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    plain = torch.tensor(value)
+    asked = [plain, plain.clone().requires_grad_()] if plain.dtype.is_floating_point else [plain]
+    for one in asked:
+        x = place(one, "first")
+        told = formatted(one)
+        assert formatted(x) == (repr(x) if told == repr(one) else told)
+        assert "%s" % x == str(x) == repr(x)  # noqa: UP031
+
+
+def test_a_parameter_without_dims_is_no_number() -> None:
+    p = torch.nn.Parameter(place(torch.tensor(2.0), "first"))
+    assert f"{p}" == repr(p)
+    assert f"{p:.1f}" == "2.0"
+
+
 def test_autograd_is_shown() -> None:
     x = place(VALUES["floats"].clone().requires_grad_(), "first")
     assert repr(x).endswith(", requires_grad=True)")
