@@ -13,6 +13,7 @@ import torch
 
 from ..client import attention, leaves, runtime
 from ..mesh import DeviceMesh
+from ..observe import implicit
 from ..placement import Placement
 from ..tensor import Tensor
 
@@ -105,6 +106,7 @@ def modes() -> tuple[Any, ...]:
         runtime.chosen_mesh(),
         leaves.keeps(),
         tuple(attention.insisted.get().items()),
+        implicit.mode(),
     )
 
 
@@ -128,7 +130,9 @@ def varying(function: Callable[..., Any], keys: list[tuple[Any, ...]]) -> str:
         if len(dict.fromkeys(values)) > 1:
             found.append(f"argument {name!r} ({', '.join(map(_shown, list(dict.fromkeys(values))[:3]))}, …)")
     if not found and len({key[2] for key in keys}) > 1:
-        found.append("the modes of torch (grad, inference, autocast, default dtype)")
+        found.append(
+            "the modes of torch (grad, inference, autocast, default dtype) or of dtorch (no_sync, implicit communication)"
+        )
     return " and ".join(found) or "what it reads from outside (modules, closures, globals)"
 
 

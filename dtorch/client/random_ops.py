@@ -192,17 +192,17 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def seeded(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A random op whose values need more than an element index: drawn from a generator seeded by one key."""
-    key = draw_key()
     if "generator" not in info.by_name:
+        key = draw_key()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key)
             return on_client(info, args, kwargs)
     if info.is_mutable:
-        return on_client(info, args, {**kwargs, "generator": torch.Generator().manual_seed(key)})
-    return on_workers(info, args, {name: v for name, v in kwargs.items() if name != "generator"}, key)
+        return on_client(info, args, {**kwargs, "generator": torch.Generator().manual_seed(draw_key())})
+    return on_workers(info, args, {name: v for name, v in kwargs.items() if name != "generator"})
 
 
-def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
+def on_workers(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Every device runs the op on whole inputs with a generator of the same seed, so that replicas agree."""
     from . import dispatch
 
@@ -229,7 +229,7 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
         Spec.of(mesh, whole[0].placements, *meta) for meta in shapes.infer(info.op, metas, named) if meta is not None
     ]
     outs = [builder.slot() for _ in specs]
-    builder.body.append(Local("dtorch.seeded", [builder.operand(key), info.name, *written], by_name, outs))
+    builder.body.append(Local("dtorch.seeded", [builder.operand(draw_key()), info.name, *written], by_name, outs))
     controller = runtime.controller()
     controller.mesh(mesh)
     program = controller.define(builder.program(info.name, outs))

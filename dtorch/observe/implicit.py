@@ -26,8 +26,10 @@ class set_implicit_communication:
 
     Args:
         mode: ``"allow"`` (the default), ``"warn"``, or ``"error"``: then the call raises `errors.ImplicitCommunication`, which names the
-            op, the placements met, the placements it accepts, and the user's line; nothing has run. What the program asks for by
-            ``redistribute``, reads of values, and gradients on their way to their leaf's placements are not implicit.
+            op, the placements met, the placements it accepts, and the user's line; nothing has run. So does an op for which an
+            earlier one's copy would do: what is refused does not depend on what ran before. What the program asks for by
+            ``redistribute``, reads of values, and gradients on their way to their leaf's placements are not implicit. A function of
+            `compile` is recorded anew in another mode: it warns, or raises, as it would op by op, then.
 
     Raises:
         ValueError: another mode.
@@ -64,11 +66,20 @@ def inserted(
     name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None
 ) -> None:
     """An op is about to run on tensors that it moves first: ``call`` as its rule sees it, if it has one."""
+    if _mode != "allow":
+        _object(name, specs, moves, call)
     if gathered:
         for one in recording.ACTIVE:
             one._gathered(name, specs)
-    if _mode == "allow":
-        return
+
+
+def mode() -> str:
+    """What is set now, one of `MODES`."""
+    return _mode
+
+
+def _object(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], call: Call | None) -> None:
+    """Warn of moves that communicate, or raise."""
     moved = [
         (source, target)
         for source, target in moves

@@ -11,7 +11,7 @@ import dtorch
 from dtorch import DeviceMesh, Partial, Replicate, Shard
 from dtorch.errors import ImplicitCommunication
 
-pytestmark = pytest.mark.usefixtures("simulated")
+pytestmark = pytest.mark.usefixtures("engine")
 
 MESH = DeviceMesh("cpu", [0, 1])
 
@@ -77,6 +77,43 @@ def test_a_reduction_that_the_op_completes_is_told(call: object) -> None:
     x.grad = placed(Shard(0))
     with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication):
         torch.nn.utils.clip_grad_norm_([x], 1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.cumsum(0),
+        lambda x: x.cumsum_(0),
+        lambda x: x.add_(placed(Shard(1))),
+        lambda x: x.bernoulli(),
+        lambda x: x.nonzero(),
+        lambda x: x.amax(0),
+        lambda x: torch.cumsum(x, 0, out=placed(Shard(0))),
+        lambda x: dtorch.compile(lambda x: x.cumsum(0))(x),
+    ],
+)
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_is_refused_has_not_begun(call: object, copies: bool) -> None:
+    """Whether or not a copy is there already, of which the call could be made."""
+    x = placed(Shard(0))
+    if copies:
+        x.cumsum(0)
+    random = torch.get_rng_state()
+    with dtorch.record() as r, dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication):
+        call(x)
+    assert (r.communication, r.fallbacks) == ([], [])
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(x.to_torch(), torch.ones(4, 6))
+
+
+def test_a_compiled_function_is_refused_what_it_was_allowed_before() -> None:
+    x = placed(Shard(0))
+    step = dtorch.compile(lambda x: x.cumsum(0) + 1)
+    for _ in range(2):
+        assert torch.equal(step(x).to_torch(), torch.ones(4, 6).cumsum(0) + 1)
+        for _ in range(2):
+            with dtorch.set_implicit_communication("error"), pytest.raises(ImplicitCommunication, match="cumsum"):
+                step(x)
 
 
 def test_it_stays_set_and_is_restored() -> None:
