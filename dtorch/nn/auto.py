@@ -55,6 +55,12 @@ def auto_plan(module: torch.nn.Module, held: list[Held], mesh: DeviceMesh) -> tu
     styles = plan_of(module)
     axis = tp_axis(mesh)
     notes: dict[str, None] = {}  # ordered, and each once: layers are alike
+    if axis is None and mesh.size() > 1:
+        names = ", ".join(map(repr, mesh.mesh_dim_names or ()))
+        notes[
+            f"plan='auto' splits along an axis {TP!r}, and {mesh} has only {names}; the whole model is replicated on each of its "
+            f"{mesh.size()} devices (name an axis {TP!r} in mesh_dim_names=, or give a dict of globs to placements)"
+        ] = None
     plan: dict[str, list[Placement]] = {}
     used = set()
     for one in held:

@@ -39,7 +39,8 @@ def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | st
             tensor without dims is always replicated. A dict by axis name may name the axes
             ``dp tp pp ulysses_cp ring_cp`` though the mesh lacks them.
             ``"auto"`` takes the tensor-parallel plan of the model itself (Hugging Face's ``tp_plan``) along the axis ``tp``, or the
-            only axis of a mesh without names. A projection whose heads the axis does not divide is replicated.
+            only axis of a mesh without names. A projection whose heads the axis does not divide is replicated; so is all of the
+            model, on a mesh whose names lack ``tp``.
 
     Returns:
         ``module``.

@@ -103,6 +103,20 @@ def test_heads_that_do_not_divide(caplog: pytest.LogCaptureFixture) -> None:
     assert str(dtorch.summary(there)).count(f"note: {words}") == 1
 
 
+@pytest.mark.parametrize(
+    ("mesh", "told"), [("one device", False), ("no names", False), ("tp2", False), ("dp tp", False), ("dp", True)]
+)
+def test_a_mesh_without_the_axis_replicates_and_says_so(
+    mesh: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "dtorch"):
+        there = distribute_module(Model(), MESHES[mesh], "auto")
+    words = "splits along an axis 'tp', and DeviceMesh('cpu', [0, 1], mesh_dim_names=('dp',)) has only 'dp'; the whole model is replicated"
+    assert (words in caplog.text) == told
+    assert (f"note: plan='auto' {words}" in str(dtorch.summary(there))) == told
+    assert not told or all(p.placements == [Replicate()] for p in there.parameters())
+
+
 def test_a_style_that_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     model.tp_plan["head"] = "diagonal"
