@@ -45,9 +45,15 @@ OUT_IGNORED = (
     aten.linalg_matrix_rank.atol_rtol_float_out,
 )
 
+#: Torch has kernels for these, and a formula that it would take for our handles: eight ops of the client's and the workers' for one, and
+#: other bits (`docs/performance.md`).
+WITH_KERNELS = (aten.silu_backward.default, aten.mish_backward.default)
+
 
 def register() -> None:
     """Put these in place of torch's own, for our handles."""
+    for op in WITH_KERNELS:
+        torch_internals.keep_whole(op)
     torch_internals.override(aten.tensor_split.tensor_indices_or_sections, tensor_split)
     torch_internals.override(attention.OP, attention.scaled_dot_product_attention)
     torch_internals.override(norms.RMS_NORM, norms.rms_norm)

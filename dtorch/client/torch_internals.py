@@ -442,6 +442,19 @@ def override(op: torch._ops.OpOverload, function: Callable[..., Any], with_memor
         _overrides.impl(name, function, key)
 
 
+def keep_whole(op: torch._ops.OpOverload) -> None:
+    """Have an op that has a formula and kernels reach our dispatch as one, with torch's own gradient.
+
+    The dispatcher takes the formula for a backend without a kernel, which that of `HANDLE_KEYS` is. What is registered here never runs: our
+    dispatch comes first.
+    """
+
+    def kernel(*args: object, **kwargs: object) -> object:
+        raise AssertionError(f"{op} was not dispatched to dtorch")
+
+    _overrides.impl(op.name().removeprefix("aten::"), kernel, "PrivateUse3")
+
+
 def is_in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
