@@ -10,6 +10,7 @@ from typing import Any
 
 ENGINES = ("processes", "simulate")
 RANDOM = ("counter", "torch")
+LEAST_ARENA_BYTES = 1 << 16
 
 #: Environment variables that are not arguments of `init`.
 OTHER_VARIABLES = {"DTORCH_LOG"}
@@ -25,6 +26,7 @@ class Config:
     worker_imports: tuple[str, ...] = ()
     sync: bool = False
     random: str = "counter"
+    arena_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str):
@@ -37,6 +39,11 @@ class Config:
                 raise TypeError(f"init(): {name} must be an int, got {value!r}")
             if value < 1:
                 raise ValueError(f"init(): {name} must be at least 1, got {value}")
+        if self.arena_bytes is not None:
+            if isinstance(self.arena_bytes, bool) or not isinstance(self.arena_bytes, int):
+                raise TypeError(f"init(): arena_bytes must be an int, got {self.arena_bytes!r}")
+            if self.arena_bytes < LEAST_ARENA_BYTES:
+                raise ValueError(f"init(): arena_bytes must be at least {LEAST_ARENA_BYTES}, got {self.arena_bytes}")
         if not isinstance(self.worker_imports, tuple) or not all(isinstance(m, str) for m in self.worker_imports):
             raise TypeError(f"init(): worker_imports must be a list of module names, got {self.worker_imports!r}")
         for module in self.worker_imports:
@@ -93,7 +100,7 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _parse(name: str, kind: Any, text: str) -> Any:
-    if kind == "int":
+    if kind in ("int", "int | None"):
         try:
             return int(text)
         except ValueError:

@@ -513,6 +513,7 @@ def _make_engine(config: Config, controller: Controller) -> Engine:
         devices=config.devices,
         threads_per_worker=config.threads_per_worker,
         worker_imports=config.worker_imports,
+        arena_bytes=config.arena_bytes,
     )
 
 

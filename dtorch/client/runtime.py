@@ -61,6 +61,7 @@ def init(
     worker_imports: Sequence[str] | None = None,
     sync: bool | None = None,
     random: str | None = None,
+    arena_bytes: int | None = None,
 ) -> None:
     """Start the cluster with settings of your own.
 
@@ -76,6 +77,9 @@ def init(
         sync: wait after every op, so that an error is raised at the line that caused it.
         random: ``"torch"`` makes every random op bit-equal to single-device torch after the same seed, at the cost of
             generating whole tensors on the client; ``"counter"`` (default) gives the same values on every mesh.
+        arena_bytes: the most bytes of shared memory that each worker process uses for what it lets other workers read, at least 65536;
+            larger values pass through it piece by piece, which is slower (no limit but the machine's memory). Where there is less memory
+            than that, a warning says so and the workers send over gloo.
 
     Raises:
         DTorchError: a cluster runs already.
@@ -95,6 +99,7 @@ def init(
         worker_imports=worker_imports,
         sync=sync,
         random=random,
+        arena_bytes=arena_bytes,
     )
     with _lock:
         if _controller is not None:

@@ -8,13 +8,14 @@ import os
 import shutil
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..errors import DeviceUnavailable, DTorchError, WorkerLost
-from ..worker.comm.arena import create_segment
+from ..worker.comm.arena import create_segment, free_bytes
 from ..worker.comm.control import Control
 from . import zygote
 from .channel import ClientChannel
@@ -38,6 +39,7 @@ class LocalEngine:
         devices: how many workers there may be; their ids are below it.
         threads_per_worker: torch threads.
         worker_imports: modules that each worker imports before anything else.
+        arena_bytes: of shared memory for what each worker lets others read; None: no limit.
     """
 
     def __init__(
@@ -48,12 +50,15 @@ class LocalEngine:
         devices: int = 64,
         threads_per_worker: int = 1,
         worker_imports: Sequence[str] = (),
+        arena_bytes: int | None = None,
     ) -> None:
         self._on_event = on_event
         self._on_lost = on_lost
         self._devices = devices
         self._threads = threads_per_worker
         self._imports = list(worker_imports)
+        self._arena_bytes = arena_bytes
+        self._is_shared = True
         #: Process ids of the running workers, by device.
         self.pids: dict[int, int] = {}
         self._running: tuple[int, ...] = ()
@@ -82,6 +87,7 @@ class LocalEngine:
             if not new:
                 return
             if self._zygote is None:
+                self._is_shared = self._arena_bytes is None or _has_room(self._arena_bytes, len(new))
                 self._open()
             settings = {
                 "devices": self._devices,
@@ -90,6 +96,8 @@ class LocalEngine:
                 "threads": self._threads,
                 "path": zygote.import_path(),
                 "imports": self._imports,
+                "arena_bytes": self._arena_bytes,
+                "is_shared": self._is_shared,
             }
             try:
                 self._zygote.send({"start": new, "settings": settings})  # type: ignore[union-attr]
@@ -341,6 +349,19 @@ class LocalEngine:
         os.close(self._fd)
         # The controller holds this engine: without the way back both go at once, and the shared memory with them, not at some collection.
         self._on_event = self._on_lost = _nobody
+
+
+def _has_room(arena_bytes: int, workers: int) -> bool:
+    """Whether there is memory for so large an arena of each worker; warns if not."""
+    free = free_bytes()
+    if arena_bytes * workers <= free:
+        return True
+    warnings.warn(
+        f"no room in shared memory for {arena_bytes} bytes of each of {workers} workers, {free} are free: they send over gloo, which is "
+        "several times slower; dtorch.init(arena_bytes=…) or DTORCH_ARENA_BYTES makes the arenas smaller",
+        stacklevel=2,
+    )
+    return False
 
 
 def _nobody(_: object) -> None:

@@ -37,7 +37,7 @@ def assemble(transfer: Transfer, read: Callable[[int], torch.Tensor], device: to
     first, second, *_ = addends
     if first.nbytes < memory_pool.SMALLEST_BYTES and first.is_contiguous() and second.is_contiguous():
         return combine_all(transfer.reduce_op, addends)
-    return combine_all(transfer.reduce_op, addends, _empty(first.shape, first.dtype, device))
+    return combine_all(transfer.reduce_op, addends, empty(first.shape, first.dtype, device))
 
 
 def combine_all(op: str, addends: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _put_together(
     transfer: Transfer, term: tuple[Piece, ...], read: Callable[[int], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     assert transfer.shape is not None, "this device gets no part"
-    result = _empty(transfer.shape, transfer.dtype, device)
+    result = empty(transfer.shape, transfer.dtype, device)
     if transfer.zeros:
         result.zero_()
     for piece in term:
@@ -81,7 +81,8 @@ def _put_together(
     return result
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor whose values are anything."""
     if device.type == "cpu":
         return memory_pool.empty(shape, dtype)
     return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -16,6 +16,7 @@ from ..errors import WorkerLost
 from .comm.arena import CLIENT, Region
 from .comm.control import Control
 from .comm.process_groups import ProcessGroups
+from .comm.sockets import Sockets
 from .executor import Executor, Steps
 
 
@@ -48,6 +49,8 @@ def main(
     threads: int,
     path: list[str],
     imports: list[str],
+    arena_bytes: int | None,
+    is_shared: bool,
 ) -> None:
     """Work for one device until the process is ended; it is, by its parent, when the client closes or dies.
 
@@ -58,6 +61,8 @@ def main(
         sequence: the number of its first command.
         path: the client's ``sys.path``.
         imports: modules to import first.
+        arena_bytes: the limit of this device's arena.
+        is_shared: others read from it; else what they need is sent to them.
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
@@ -65,7 +70,7 @@ def main(
     events: list[list] = []
     control = Control(fd, devices)
     executor = Executor(device, events.append, SharedBlobs(fd))
-    communicator = ProcessGroups(fd, control, device, address)
+    communicator = (ProcessGroups if is_shared else Sockets)(fd, control, device, address, limit=arena_bytes)
     for name in imports:
         importlib.import_module(name)  # a module that cannot be imported ends the worker, with its traceback
         executor.run([IMPORT, name], sequence)

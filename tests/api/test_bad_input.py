@@ -251,6 +251,16 @@ RUNNING: dict[str, Case] = {
     "init: no import": (lambda g: dtorch.init(worker_imports=[""]), ValueError, "names ''"),
     "init: sync": (lambda g: dtorch.init(sync="yes"), TypeError, "sync must be a bool"),
     "init: random": (lambda g: dtorch.init(random="philox"), ValueError, "'counter', 'torch'.*'philox'"),
+    "init: arena type": (
+        lambda g: dtorch.init(arena_bytes="1 GB"),
+        TypeError,
+        "arena_bytes must be an int, got '1 GB'",
+    ),
+    "init: arena": (
+        lambda g: dtorch.init(arena_bytes=4096),
+        ValueError,
+        "arena_bytes must be at least 65536, got 4096",
+    ),
     "init: a name": (lambda g: dtorch.init(threads=2), TypeError, "'threads'"),
     "default_mesh": (lambda g: dtorch.default_mesh("cpu").__enter__(), TypeError, "'mesh' must be a DeviceMesh"),
     "memory_stats": (lambda g: dtorch.memory_stats("cpu"), TypeError, "'mesh' must be a DeviceMesh"),
@@ -346,6 +356,7 @@ VARIABLES = {
     "DTORCH_DEVICES": ("many", "DTORCH_DEVICES must be an integer, got 'many'"),
     "DTORCH_THREADS_PER_WORKER": ("0", "threads_per_worker must be at least 1, got 0"),
     "DTORCH_SYNC": ("perhaps", "DTORCH_SYNC must be 0 or 1, got 'perhaps'"),
+    "DTORCH_ARENA_BYTES": ("1GB", "DTORCH_ARENA_BYTES must be an integer, got '1GB'"),
     "DTORCH_RANDOM": ("dice", "'counter', 'torch'.*'dice'"),
 }
 

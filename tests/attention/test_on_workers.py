@@ -30,7 +30,7 @@ def held(communicator):
             storage = t.untyped_storage()
             if storage.nbytes() < 1 << 26:  # not a window on shared memory
                 storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()), sum(nbytes for offset, nbytes, readers in communicator._published)
+    return sum(storages.values()), sum(nbytes for offset, nbytes, readers in communicator._sent.waiting)
 
 def note(communicator, what):
     with open(OUT + str(communicator._device), "a") as file:

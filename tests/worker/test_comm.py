@@ -28,8 +28,8 @@ SECONDS = 60
 DEVICES = 4
 
 
-def run_forked(devices: list[int], work: Callable[[int, SharedMemory], None]) -> None:
-    """Run ``work(device, communicator)`` in a process per device; fail with what failed there."""
+def run_forked(devices: list[int], work: Callable[[int, SharedMemory], None], limit: int | None = None) -> None:
+    """Run ``work(device, communicator)`` in a process per device; fail with what failed there. ``limit``: of each arena."""
     fd = create_segment(DEVICES)
     read, write = os.pipe()
     pids = {}
@@ -39,7 +39,7 @@ def run_forked(devices: list[int], work: Callable[[int, SharedMemory], None]) ->
             status = 1
             try:
                 torch.set_num_threads(1)
-                work(device, SharedMemory(fd, Control(fd, DEVICES), device))
+                work(device, SharedMemory(fd, Control(fd, DEVICES), device, limit))
                 status = 0
             except BaseException:
                 os.write(write, traceback.format_exc().encode())
@@ -399,7 +399,7 @@ def test_what_is_computed_in_shared_memory_is_not_copied_in(members: int) -> Non
         assert exchange(communicator, step, poison if device == 0 else made) == poison
         del made
         exchange(communicator, step, torch.ones(700, 1000))
-        communicator._free_read()
-        assert not communicator._made_here
+        communicator._sent.free_read()
+        assert not communicator._sent._made_here
 
     run_forked(list(range(members)), work)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
+from ...sharding.pieces import Piece
 from ...sharding.transfer import Transfer
 from ..assemble import combine_all
 from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, Control
-
-if TYPE_CHECKING:
-    from .shared import Link
+from .links import Link
 
 # Bytes of an all-reduce that are copied in at a time, and reduced while they are in the caches.
 _CHUNK = 1 << 20
@@ -60,6 +59,14 @@ def chunks_of(count: int, itemsize: int, rank: int, members: int) -> tuple[Chunk
     step = max(1, _CHUNK // itemsize)
     edges = [(start, min(start + step, count)) for start in range(0, count, step)]
     return tuple((a, a + (b - a) * rank // members, a + (b - a) * (rank + 1) // members, b) for a, b in edges)
+
+
+@functools.lru_cache(maxsize=1024)
+def part_of(transfer: Transfer, count: int) -> Transfer:
+    """The same of ``count`` elements in a row, with nothing shared out."""
+    box = ((0, count),)
+    terms = tuple((Piece(device, box, box),) for device in transfer.sources)
+    return dataclasses.replace(transfer, shape=(count,), terms=terms, is_all_reduce=False)
 
 
 def fill(block: torch.Tensor, own: torch.Tensor, chunk: Chunk) -> None:

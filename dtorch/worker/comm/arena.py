@@ -8,12 +8,14 @@ growth: an owner uses more of its region, a reader maps more of it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -28,6 +30,10 @@ FIRST_DEVICE = 2
 _PAGE = 4096
 _FIRST_WINDOW = 1 << 30
 _KEPT_VIEWS = 1024
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 #: Bytes of freed blocks whose memory stays.
 KEPT_BYTES = 1 << 29
 
@@ -37,6 +43,16 @@ def create_segment(devices: int) -> int:
     fd = os.memfd_create("dtorch", os.MFD_CLOEXEC)
     os.ftruncate(fd, (FIRST_DEVICE + devices) * REGION)
     return fd
+
+
+def free_bytes() -> int:
+    """The memory that shared files may still take, by what the system and this process's control group have left."""
+    with open("/proc/meminfo") as text:
+        free = next(int(line.split()[1]) << 10 for line in text if line.startswith("MemAvailable"))
+    for limit, used in _GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # another version of control groups, none, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(free, 0)
 
 
 class Region:
@@ -94,10 +110,15 @@ class Arena:
 
     Sizes are powers of two: what is not touched costs nothing, and a freed block, its pages there already, serves the next
     request of about its size. What is freed beyond `KEPT_BYTES` goes back to the system.
+
+    Args:
+        limit: the most bytes of all blocks together, those that are kept for the next request too; None: no limit.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, limit: int | None = None) -> None:
         self.region = region
+        self.limit = limit
+        self._used = 0
         self._free: dict[int, list[int]] = {}
         self._sizes: dict[int, int] = {}
         self._users: dict[int, int] = {}
@@ -105,9 +126,17 @@ class Arena:
         self._end = 0
         self._idle = 0
 
+    def fits(self, nbytes: int, part: int = 1) -> bool:
+        """Whether a block of ``nbytes`` is to be had, with no more than one ``part``-th of the limit in use then."""
+        return self.limit is None or self._used + _size_of(nbytes) <= self.limit // part
+
     def allocate(self, nbytes: int) -> int:
         """The offset of a block of at least ``nbytes``."""
-        size = max(_PAGE, 1 << (nbytes - 1).bit_length())
+        size = _size_of(nbytes)
+        if self.limit is not None:
+            if self._used + size > self.limit:
+                raise MemoryError(f"dtorch: no room for {nbytes} more bytes in an arena of {self.limit}")
+            self._shrink(size)
         blocks = self._free.get(size)
         if blocks:
             offset = blocks.pop()
@@ -121,7 +150,22 @@ class Arena:
                 raise MemoryError(f"dtorch: no room for {nbytes} more bytes in shared memory")
             self._end += size
         self._sizes[offset] = size
+        self._used += size
         return offset
+
+    def _shrink(self, size: int) -> None:
+        """Give up kept blocks of other sizes until ``size`` more bytes are within the limit."""
+        assert self.limit is not None
+        wanted = self._used + self._idle - self.limit + (0 if self._has_kept(size) else size)
+        for other, blocks in self._free.items():
+            while other != size and wanted > 0 and blocks and blocks[-1] not in self._given_up:
+                offset = blocks.pop()
+                self._give_up(offset, other, blocks)
+                self._idle -= other
+                wanted -= other
+
+    def _has_kept(self, size: int) -> bool:
+        return any(offset not in self._given_up for offset in self._free.get(size, ()))
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, dies: Callable[[int], object] = lambda offset: None
@@ -150,11 +194,20 @@ class Arena:
             self._users[offset] = users - 1
             return
         size = self._sizes.pop(offset)
+        self._used -= size
         blocks = self._free.setdefault(size, [])
         if self._idle + size <= KEPT_BYTES:
             blocks.append(offset)
             self._idle += size
         else:
-            self.region.give_up(offset, size)
-            self._given_up.add(offset)
-            blocks.insert(0, offset)
+            self._give_up(offset, size, blocks)
+
+    def _give_up(self, offset: int, size: int, blocks: list[int]) -> None:
+        """Return the memory of a free block, which is the last choice then."""
+        self.region.give_up(offset, size)
+        self._given_up.add(offset)
+        blocks.insert(0, offset)
+
+
+def _size_of(nbytes: int) -> int:
+    return max(_PAGE, 1 << (nbytes - 1).bit_length())

@@ -20,7 +20,8 @@ from ...sharding.transfer import Transfer
 from ..assemble import assemble
 from ..poison import Poison
 from .control import COUNTED, CREDIT, ENTRY, Control
-from .shared import Link, SharedMemory, shape_at
+from .links import Link, shape_at
+from .shared import SharedMemory
 
 MakeGroup = Callable[[Any, int, int], Any]
 """From (store, rank, size) to a c10d backend."""
@@ -42,6 +43,7 @@ class ProcessGroups(SharedMemory):
         directory: where the members of a group meet, by files.
         make_group: what carries the bytes.
         where: this device's accelerator.
+        limit: see `SharedMemory`.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class ProcessGroups(SharedMemory):
         directory: str,
         make_group: MakeGroup = nccl,
         where: torch.device | None = None,
+        limit: int | None = None,
     ) -> None:
-        super().__init__(fd, control, device)
+        super().__init__(fd, control, device, limit)
         self._directory = directory
         self._make_group = make_group
         self._where = where or torch.device("cuda", device)
@@ -65,6 +68,12 @@ class ProcessGroups(SharedMemory):
         """See `SharedMemory.transfer`."""
         if transfer.source_type == "cpu" or transfer.target_type == "cpu":
             return super().transfer(transfer, value, sequence)
+        return self._by_group(transfer, value, sequence)
+
+    def _by_group(
+        self, transfer: Transfer, value: torch.Tensor | Poison | None, sequence: int
+    ) -> torch.Tensor | Poison | None:
+        """The transfer by broadcasts of all that anybody publishes."""
         links = self._begin(transfer.group)
         try:
             if transfer.publishes and isinstance(value, torch.Tensor):
@@ -109,11 +118,17 @@ class ProcessGroups(SharedMemory):
         options = c10d.BroadcastOptions()
         options.rootRank = rank
         try:
-            group = self._backends.get(devices)
-            if group is None:
-                name = "-".join(map(str, devices))
-                store = c10d.FileStore(f"{self._directory}/group-{name}", len(devices))
-                group = self._backends[devices] = self._make_group(store, devices.index(self._device), len(devices))
-            group.broadcast([part.reshape(-1).view(torch.uint8)], options).wait()
+            self._group(devices).broadcast([part.reshape(-1).view(torch.uint8)], options).wait()
         except Exception as error:  # the others are in it: there is no way on from here
             raise WorkerLost(f"a collective of devices {devices} failed: {error}") from error
+
+    def _group(self, devices: tuple[int, ...]) -> Any:
+        """The backend of these devices, sorted."""
+        from torch._C import _distributed_c10d as c10d
+
+        group = self._backends.get(devices)
+        if group is None:
+            name = "-".join(map(str, devices))
+            store = c10d.FileStore(f"{self._directory}/group-{name}", len(devices))
+            group = self._backends[devices] = self._make_group(store, devices.index(self._device), len(devices))
+        return group

@@ -21,52 +21,24 @@ from collections.abc import Sequence
 
 import torch
 
+from ... import memory_pool
 from ...errors import WorkerLost
-from ...raw import copy
 from ...sharding.rearrange import Shift
 from ...sharding.transfer import Half, Transfer
 from ..assemble import assemble
 from ..poison import Poison
-from .all_reduce import chunks_of, fill, reduce_shares
+from .all_reduce import chunks_of, fill, part_of, reduce_shares
 from .arena import FIRST_DEVICE, Arena, Region
 from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, Control
+from .links import HEADER, MAX_DIMS, STREAMED, WHOLE, Link, poisoned, shape_at
+from .publications import Publications, Reader
+from .streams import Incoming, Outgoing, Slabs, Window, addends_of, reduced, slabs_of, step_through
 
-# An entry: [how far, offset, poison's device or -1, poison's sequence number, number of dims, *shape]
-_HEADER = 5
-_MAX_DIMS = ENTRY - _HEADER
-_WAITING_BYTES = 1 << 28
 _KEPT_VIEWS = 1024
 # All-reduces of more bytes than this are made in shares, by two processes and by more: below, everybody adds up everything, which saves
 # a wait (`python -m benchmarks collectives`).
 _SHARED_OUT = (1 << 17, 1 << 15)
 _CPU = torch.device("cpu")
-
-Reader = tuple[int, int, int]
-"""A reader of a publication: (device, index of its departure word, what stands there once it has read)."""
-
-
-class Link:
-    """What one device's transfers with another need to know.
-
-    Attributes:
-        count: of the transfers that both take part in.
-        arrivals: index of the other's ring of entries for this device.
-        entries: index of this device's ring of entries for the other.
-        leave: index of the word that says how far this device is with the other; ``left``, the other with this one.
-        views: what the other has published before, by what its entry and the dtype were.
-    """
-
-    __slots__ = ("arrivals", "count", "entries", "leave", "left", "peer", "region", "views")
-
-    def __init__(self, fd: int, control: Control, device: int, peer: int) -> None:
-        self.peer = peer
-        self.count = 0
-        self.arrivals = control.entries(peer, device)
-        self.entries = control.entries(device, peer)
-        self.leave = control.departure(device, peer)
-        self.left = control.departure(peer, device)
-        self.region = Region(fd, FIRST_DEVICE + peer)
-        self.views: dict[tuple, torch.Tensor] = {}
 
 
 class SharedMemory:
@@ -74,21 +46,21 @@ class SharedMemory:
 
     Args:
         fd: the segment (`dtorch.worker.comm.arena.create_segment`).
+        limit: the bytes of its arena. What does not fit in is published slab by slab; None: everything fits.
     """
 
-    def __init__(self, fd: int, control: Control, device: int) -> None:
+    def __init__(self, fd: int, control: Control, device: int, limit: int | None = None) -> None:
         self._fd = fd
         self._control = control
         self._device = device
-        self._arena = Arena(Region(fd, FIRST_DEVICE + device))
+        self._arena = Arena(Region(fd, FIRST_DEVICE + device), limit)
+        self._sent = Publications(self._arena, control)
+        self._window = None if limit is None else Window(self._arena, control)
         self._links: dict[int, Link] = {}
         self._groups: dict[tuple[int, ...], list[Link]] = {}
-        # Tensors that `empty` has made and nothing has been done with: their offsets, by where they are in memory.
-        self._made_here: dict[int, int] = {}
-        # What others have yet to read: (offset, bytes, readers).
-        self._published: list[tuple[int, int, list[Reader]]] = []
-        # Shifts and halves of transfers that have started and not ended, each with its number with each of the others.
-        self._under_way: deque[dict[int, int]] = deque()
+        # Shifts and halves of transfers that have started and not ended, each with its number with each of the others, and what is yet
+        # to be published of it.
+        self._under_way: deque[tuple[dict[int, int], Outgoing | None]] = deque()
 
     def carry(
         self, move: Transfer | Shift, value: torch.Tensor | Poison | None, sequence: int
@@ -114,33 +86,22 @@ class SharedMemory:
         try:
             if transfer.is_all_reduce and _is_shared_out(transfer):
                 return self._all_reduce(transfer, links, value, sequence)
-            if transfer.publishes:
-                self._publish(links, value, sequence)
-            return self._collect(transfer, value)
+            return self._exchange(transfer, links, value, sequence)
         finally:
             self._end(links)
+
+    def _exchange(
+        self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None, sequence: int
+    ) -> torch.Tensor | Poison | None:
+        outgoing = self._publish(links, value, sequence) if transfer.publishes else None
+        return self._collect(transfer, value, outgoing)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in shared memory, for what is only computed to be transferred: that then copies nothing in.
 
         Nobody may read or write it after it has been given to `carry`: an all-reduce puts its result there.
         """
-
-        def forget(offset: int) -> None:
-            self._made_here.pop(place, None)
-
-        offset, tensor = self._arena.tensor(shape, dtype, forget)
-        place = tensor.data_ptr()
-        self._made_here[place] = offset
-        return tensor
-
-    def _offset_of(self, value: torch.Tensor) -> int | None:
-        """Where in the arena ``value`` is, if `empty` has made it; from now on it did not."""
-        if not self._made_here or value.data_ptr() not in self._made_here:
-            return None
-        if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
-            return None
-        return self._made_here.pop(value.data_ptr())
+        return self._sent.empty(shape, dtype)
 
     def _start(self, shift: Shift, value: torch.Tensor | Poison | None, sequence: int) -> None:
         """Let the next device of the ring read ``value``; it looks for it when the shift ends there.
@@ -150,19 +111,27 @@ class SharedMemory:
         wait cannot deadlock.
         """
         numbers = {link.peer: link.count for link in self._begin(shift.group)}
+        outgoing = None
         try:
-            self._await_readers(len(self._published) - len(self._under_way))
-            self._publish([self._links[shift.receiver]], value, sequence)
+            self._sent.await_readers(len(self._sent.waiting) - len(self._under_way))
+            outgoing = self._publish([self._links[shift.receiver]], value, sequence, begins=True)
         finally:
-            self._under_way.append(numbers)
+            self._under_way.append((numbers, outgoing))
 
     def _finish(self, shift: Shift) -> torch.Tensor | Poison:
-        numbers = self._under_way.popleft()
+        numbers, outgoing = self._under_way.popleft()
         try:
-            found = self._read(self._links[shift.sender], shift.dtype, numbers[shift.sender])
+            link = self._links[shift.sender]
+            found = self._read(link, shift.dtype, numbers[link.peer])
+            on_cpu = shift.device_type == "cpu"
+            if isinstance(found, Incoming):
+                result = memory_pool.empty(found.slabs.shape, found.dtype)
+                found.want(tuple((0, size) for size in result.shape), result)
+                self._step_through(outgoing, [found], numbers)
+                return result if on_cpu else result.to(torch.device(shift.device_type, self._device))
+            self._step_through(outgoing, [], numbers)
             if isinstance(found, Poison):
                 return found
-            on_cpu = shift.device_type == "cpu"
             return found.clone() if on_cpu else found.to(torch.device(shift.device_type, self._device), copy=True)
         finally:
             self._leave(numbers)
@@ -170,17 +139,18 @@ class SharedMemory:
     def _begin_half(self, half: Half, value: torch.Tensor | Poison | None, sequence: int) -> None:
         """Let the others read ``value`` from now on: what `transfer` does first."""
         links = self._begin(half.group)
+        outgoing = None
         try:
             if half.transfer.publishes:
-                self._publish(links, value, sequence)
+                outgoing = self._publish(links, value, sequence, begins=True)
         finally:
-            self._under_way.append({link.peer: link.count for link in links})
+            self._under_way.append(({link.peer: link.count for link in links}, outgoing))
 
     def _end_half(self, half: Half, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
         """Read what the others have let this one read: what `transfer` does then. Of an all-reduce, too, each reads all."""
-        numbers = self._under_way.popleft()
+        numbers, outgoing = self._under_way.popleft()
         try:
-            return self._collect(half.transfer, value, numbers)
+            return self._collect(half.transfer, value, outgoing, numbers)
         finally:
             self._leave(numbers)
 
@@ -208,23 +178,52 @@ class SharedMemory:
 
     # Publishing
 
-    def _publish(self, links: list[Link], value: torch.Tensor | Poison | None, sequence: int) -> None:
-        """Let others read ``value``, or the failure of command ``sequence`` if that fails."""
+    def _publish(
+        self, links: list[Link], value: torch.Tensor | Poison | None, sequence: int, begins: bool = False
+    ) -> Outgoing | None:
+        """Let others read ``value``, or the failure of command ``sequence`` if that fails.
+
+        Returns:
+            What there is no room for; it has to be stepped through. ``begins``: that is later, and ``value`` may have changed by then.
+        """
         readers = self._readers(links)
-        entry = None
+        entry = outgoing = None
         try:
             if isinstance(value, Poison):
-                entry = _poisoned(value)
+                entry = poisoned(value)
             else:
                 value = self._sendable(value)
-                entry = array("q", (self._copy_in(value, readers), -1, 0, value.ndim, *value.shape))
+                # Whoever reads what is under way may first wait for what is to be published here.
+                offset = self._sent.copy_in(value, readers, may_wait=not self._under_way)
+                if offset is None:
+                    outgoing = self._outgoing(links, value.clone() if begins else value)
+                    entry = array(
+                        "q", (outgoing.window.offset, STREAMED, outgoing.slabs.elements, value.ndim, *value.shape)
+                    )
+                else:
+                    entry = array("q", (offset, WHOLE, 0, value.ndim, *value.shape))
         finally:
-            self._announce(links, entry or _poisoned(Poison((self._device, sequence))))
+            part = COUNTED if outgoing is None else ANNOUNCED
+            self._announce(links, entry or poisoned(Poison((self._device, sequence))), part)
+        return outgoing
+
+    def _outgoing(self, links: list[Link], value: torch.Tensor) -> Outgoing:
+        assert self._window is not None
+        numbers = {link.peer: link.count for link in links}
+        return Outgoing(self._window, value, links, numbers, slabs_of(value, self._window.slab_bytes))
+
+    def _step_through(self, outgoing: Outgoing | None, incoming: list[Incoming], numbers: dict[int, int]) -> None:
+        """Publish and read slab by slab what is not there whole, in the transfers of these ``numbers``."""
+        links = [self._links[peer] for peer in numbers]
+        try:
+            step_through(self._control, self._device, outgoing, incoming, links, numbers)
+        except Exception as error:  # the others wait for slabs: there is no way on from here
+            raise WorkerLost(f"a transfer of devices {(self._device, *numbers)} failed: {error}") from error
 
     def _sendable(self, value: torch.Tensor | None) -> torch.Tensor:
-        if value is None or value.ndim > _MAX_DIMS:
+        if value is None or value.ndim > MAX_DIMS:
             what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
-            raise ValueError(f"device {self._device} cannot send {what}; the limit is {_MAX_DIMS} dims")
+            raise ValueError(f"device {self._device} cannot send {what}; the limit is {MAX_DIMS} dims")
         return value
 
     def _readers(self, links: list[Link]) -> list[Reader]:
@@ -244,73 +243,57 @@ class SharedMemory:
             words[at] = (link.count - 1) * COUNTED + part
         control.announce(self._device)
 
-    def _copy_in(self, value: torch.Tensor, readers: list[Reader]) -> int:
-        """Copy ``value`` into a block of the arena, and have it freed when all have read it; its offset."""
-        nbytes = value.nbytes
-        if not nbytes:
-            return 0
-        waiting = self._free_read()
-        if not self._under_way:  # whoever reads what is under way may first wait for what is to be published here
-            while self._published and waiting + nbytes > _WAITING_BYTES:
-                waiting -= self._published[0][1]
-                self._await_readers(1)
-        made_here = self._offset_of(value)
-        if made_here is not None:
-            self._arena.share(made_here)
-            self._published.append((made_here, nbytes, readers))
-            return made_here
-        offset = self._arena.allocate(nbytes)
-        self._published.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
-        copy(self._arena.region.view(offset, tuple(value.shape), value.dtype), value)
-        return offset
-
-    def _free_read(self) -> int:
-        """Free what has been read; the bytes that have not."""
-        words, waiting = self._control.words, 0
-        still: list[tuple[int, int, list[Reader]]] = []
-        for block in self._published:
-            for _, word, done in block[2]:
-                if words[word] < done:
-                    still.append(block)
-                    waiting += block[1]
-                    break
-            else:
-                self._arena.free(block[0])
-        self._published = still
-        return waiting
-
-    def _await_readers(self, count: int) -> None:
-        """Wait until the ``count`` oldest publications have been read, and free them."""
-        for _ in range(count):
-            offset, _, readers = self._published.pop(0)
-            for peer, word, done in readers:
-                self._control.wait(peer, word, done)
-            self._arena.free(offset)
-
     # Reading
 
     def _collect(
-        self, transfer: Transfer, value: torch.Tensor | Poison | None, numbers: dict[int, int] | None = None
+        self,
+        transfer: Transfer,
+        value: torch.Tensor | Poison | None,
+        outgoing: Outgoing | None,
+        numbers: dict[int, int] | None = None,
     ) -> torch.Tensor | Poison | None:
-        if transfer.shape is None:
-            return None
-        sources: dict[int, torch.Tensor] = {}
-        for device in transfer.sources:
-            if device == self._device:
-                source = value
+        """The result. ``outgoing``: what is yet to be published; ``numbers``: of the transfer, if it is not the last one."""
+        sources: dict[int, torch.Tensor | Incoming] = {}
+        result: torch.Tensor | Poison | None = None
+        addends = None
+        incoming: list[Incoming] = []
+        try:
+            for device in transfer.sources:
+                if device == self._device:
+                    source: torch.Tensor | Poison | Incoming | None = value
+                else:
+                    link = self._links[device]
+                    source = self._read(link, transfer.dtype, link.count if numbers is None else numbers[device])
+                if isinstance(source, torch.Tensor):
+                    sources[device] = source if transfer.source_type == "cpu" else source.cpu()
+                elif isinstance(source, Incoming):
+                    sources[device] = source
+                    incoming.append(source)
+                else:
+                    result = source
+                    break
             else:
-                link = self._links[device]
-                source = self._read(link, transfer.dtype, link.count if numbers is None else numbers[device])
-            if not isinstance(source, torch.Tensor):
-                return source
-            sources[device] = source if transfer.source_type == "cpu" else source.cpu()
-        result = assemble(transfer, sources.__getitem__, _CPU)
-        return result if transfer.target_type == "cpu" else result.to(torch.device(transfer.target_type, self._device))
+                if incoming:
+                    addends = addends_of(transfer, sources)
+                elif transfer.shape is not None:
+                    result = assemble(transfer, sources.__getitem__, _CPU)  # type: ignore[arg-type]
+        finally:
+            if outgoing is not None or addends is not None:
+                if numbers is None:
+                    numbers = {device: self._links[device].count for device in transfer.group if device != self._device}
+                self._step_through(outgoing, incoming if addends is not None else [], numbers)
+        if addends is not None:
+            result = reduced(transfer, addends)
+        if transfer.target_type == "cpu" or not isinstance(result, torch.Tensor):
+            return result
+        return result.to(torch.device(transfer.target_type, self._device))
 
-    def _read(self, link: Link, dtype: torch.dtype, number: int) -> torch.Tensor | Poison:
+    def _read(self, link: Link, dtype: torch.dtype, number: int) -> torch.Tensor | Poison | Incoming:
         """What the other has published for the ``number``-th transfer with it, in its own memory."""
         at = link.arrivals + number % CREDIT * ENTRY
-        self._control.wait(link.peer, at, number * COUNTED)
+        self._control.wait(link.peer, at, (number - 1) * COUNTED + ANNOUNCED)
+        if self._control.words[at + 2] == STREAMED:
+            return self._incoming(link, at, dtype, number)
         return self._published_at(link, at, dtype)
 
     def _published_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison:
@@ -318,7 +301,7 @@ class SharedMemory:
         words = self._control.words
         if words[at + 2] >= 0:
             return shape_at(words, at)  # type: ignore[return-value]
-        shape = words[at + _HEADER : at + _HEADER + words[at + 4]]
+        shape = words[at + HEADER : at + HEADER + words[at + 4]]
         key = words[at + 1], shape.tobytes(), dtype
         view = link.views.get(key)
         if view is None:
@@ -326,6 +309,12 @@ class SharedMemory:
                 link.views.clear()
             view = link.views[key] = link.region.view(words[at + 1], tuple(shape), dtype)
         return view
+
+    def _incoming(self, link: Link, at: int, dtype: torch.dtype, number: int) -> Incoming:
+        words = self._control.words
+        shape = shape_at(words, at)
+        assert not isinstance(shape, Poison)
+        return Incoming(link, number, words[at + 1], dtype, Slabs(shape, words[at + 3]))
 
     def _link(self, peer: int) -> Link:
         found = self._links.get(peer)
@@ -353,32 +342,38 @@ class SharedMemory:
         there = ANNOUNCED
         try:
             if isinstance(value, Poison):
-                entry = _poisoned(value)
+                entry = poisoned(value)
             else:
                 value = self._sendable(value)
                 if value.shape != shape:
                     raise ValueError(f"an addend of shape {tuple(value.shape)} where {shape} was planned")
-                offset = self._offset_of(value)
+                own = value.resolve_conj().resolve_neg().contiguous().view(-1)
+                offset = self._sent.take(value)
                 if offset is not None:
                     result, there = value, COUNTED - 1
-                else:
-                    offset, result = self._arena.tensor(shape, transfer.dtype)
-                own = value.resolve_conj().resolve_neg().contiguous().view(-1)
-                if result is not value:
+                elif (made := self._sent.living(shape, transfer.dtype)) is not None:
+                    offset, result = made
                     fill(result.view(-1), own, chunks[0])
                     there = ANNOUNCED + 1
-                entry = array("q", (offset, -1, 0, value.ndim, *shape))
+                entry = array("q", (offset or 0, STREAMED if result is None else WHOLE, 0, value.ndim, *shape))
         finally:
-            self._announce(links, entry or _poisoned(Poison((self._device, sequence))), there)
+            self._announce(links, entry or poisoned(Poison((self._device, sequence))), there)
         blocks: list[torch.Tensor] = []
         poisons = []
+        has_room = True
         for device in transfer.sources:
             if device == self._device:
+                if result is None and isinstance(value, torch.Tensor):
+                    has_room = False
+                    continue
                 source = value if result is None else result
             else:
                 link = self._links[device]
                 at = link.arrivals + link.count % CREDIT * ENTRY
                 control.wait(device, at, (link.count - 1) * COUNTED + ANNOUNCED)
+                if control.words[at + 2] == STREAMED:
+                    has_room = False
+                    continue
                 source = self._published_at(link, at, transfer.dtype)
             if isinstance(source, Poison):
                 poisons.append(source)
@@ -386,6 +381,9 @@ class SharedMemory:
                 blocks.append(source.view(-1))  # type: ignore[union-attr]
         if poisons:
             return poisons[0]
+        if not has_room:  # as all have seen
+            self._end(links)
+            return self._all_reduce_in_parts(transfer, own, sequence)
         assert result is not None
         try:
             reduce_shares(self._control, self._device, transfer, links, own, blocks, chunks)
@@ -396,19 +394,33 @@ class SharedMemory:
             control.wait(link.peer, link.left, link.count * COUNTED)
         return result
 
-
-def shape_at(words: memoryview, at: int) -> tuple[int, ...] | Poison:
-    """The shape that the entry at ``at`` tells of, or the poison."""
-    if words[at + 2] >= 0:
-        return Poison((words[at + 2], words[at + 3]))
-    return tuple(words[at + _HEADER : at + _HEADER + words[at + 4]])
+    def _all_reduce_in_parts(self, transfer: Transfer, own: torch.Tensor, sequence: int) -> torch.Tensor | Poison:
+        """The whole reduction, where some arena has no room for a block of it: one little all-reduce after the other."""
+        assert transfer.shape is not None
+        assert self._window is not None
+        count = math.prod(transfer.shape)
+        size = self._window.slab_bytes // transfer.dtype.itemsize
+        result = memory_pool.empty(transfer.shape, transfer.dtype)
+        flat = result.view(-1)
+        failed: Poison | Exception | None = None
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            try:
+                total = self.transfer(part_of(transfer, stop - start), own[start:stop], sequence)
+                if isinstance(total, torch.Tensor):
+                    flat[start:stop].copy_(total)
+                else:
+                    failed = failed or total
+            except WorkerLost:
+                raise
+            except Exception as error:  # the others go on with the next part
+                failed = failed or error
+        if isinstance(failed, Exception):
+            raise failed
+        return failed or result
 
 
 def _is_shared_out(transfer: Transfer) -> bool:
     assert transfer.shape is not None
     nbytes = math.prod(transfer.shape) * transfer.dtype.itemsize
     return nbytes > _SHARED_OUT[len(transfer.group) > 2]
-
-
-def _poisoned(poison: Poison) -> array:
-    return array("q", (0, *poison.origin, 0))
