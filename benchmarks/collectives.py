@@ -2,7 +2,8 @@
 
 The size is that of the whole tensor. Gloo reduces and sends in place or into tensors that are there already; ours makes a new one each
 time. "In place": what is added up was computed in shared memory (`SharedMemory.empty`). There and back: from process 0 to 1, and to 0
-again. Each process times its own rounds; process 0 tells.
+again. Each process times its own rounds; process 0 tells. "memcpy": process 0 copies as many bytes between two tensors of its own that are
+there already, while the others wait; a broadcast is one such copy into shared memory and then one out of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ CASES = (
 )
 IN_PLACE = "all-reduce in place"
 LEAST_IN_PLACE = 4
+MEMCPY = "memcpy"
+#: What one process gives and others get as it is.
+ONE_WAY = ("broadcast", "there and back")
 
 
 def run() -> list[Row]:
@@ -69,6 +73,8 @@ def _compete(processes: int, nbytes: int, calls: int, least: int) -> list[Row]:
     name = f"{nbytes >> 10} KB" if nbytes < 1 << 20 else f"{nbytes >> 20} MB"
     about = f"{processes} processes, {name}"
     lines = []
+    memcpy = found.pop(MEMCPY)
+    lines.append(row(f"{about}, {MEMCPY}", memcpy))
     for kind in (kind for kind in found if not kind.startswith("gloo")):
         gloo = found[f"gloo, {kind.removesuffix(' in place')}"]
         bound = LEAST_IN_PLACE if kind == IN_PLACE else least
@@ -76,6 +82,8 @@ def _compete(processes: int, nbytes: int, calls: int, least: int) -> list[Row]:
             row(f"{about}, {kind}", found[kind]),
             ratio(f"{about}, {kind}: gloo over ours", gloo, found[kind], f"at least {bound}"),
         ]
+        if kind in ONE_WAY:
+            lines.append(ratio(f"{about}, {kind}: ours over memcpy", found[kind], memcpy))
     return lines
 
 
@@ -85,7 +93,13 @@ def _member(device: int, processes: int, memory: int, store: str, nbytes: int, c
     communicator = SharedMemory(memory, Control(memory, processes), device)
     shape = (64, nbytes // 256)
     ours = _ours(communicator, device, processes, shape, in_place=nbytes >= 64 << 20)
-    contestants = {**ours, **{f"gloo, {name}": call for name, call in _gloo(group, device, processes, shape).items()}}
+    source, target = torch.ones(shape), torch.zeros(shape)
+    copying = {MEMCPY: (lambda: target.copy_(source)) if device == 0 else lambda: None}
+    contestants = {
+        **copying,
+        **ours,
+        **{f"gloo, {name}": call for name, call in _gloo(group, device, processes, shape).items()},
+    }
     return rounds(contestants, calls=calls, repeat=9, between=lambda: group.barrier().wait())
 
 
