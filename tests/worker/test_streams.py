@@ -139,7 +139,7 @@ def test_results_that_live_on_leave_room() -> None:
         assert communicator._arena._used <= LIMIT << 2
         held.clear()
         made = value = None  # type: ignore[assignment]
-        communicator._sent.free_read()
+        communicator._sent.await_readers(len(communicator._sent.waiting))
         assert communicator._arena._used == LIMIT  # the window, a quarter
 
     run_forked([0, 1], work, LIMIT << 2)
