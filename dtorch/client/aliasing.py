@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..engine import protocol
-from ..program.ir import Operand, Slot
+from ..program.ir import Local, Operand, Slot
+from ..sharding import repeats
 from ..sharding.builder import Builder
 from ..sharding.plan import Plan, plan_op, write_op
 from ..sharding.schema import OpInfo
@@ -79,9 +80,10 @@ def _write_back(controller: Controller, copy: Copy) -> None:
     """Write the copy's memory to the part of its parent that it views."""
     plan = plan_op(copy.info, copy.args, copy.kwargs, [copy.parent_spec])
     numbers = _numbers(copy)
-    builder = Builder(copy.parent_spec.mesh, 2, len(numbers))
+    spec = copy.parent_spec
+    builder = Builder(spec.mesh, 2, len(numbers))
     slice_of = _as_slice(copy)
-    if slice_of is not None and _only_unsharded(plan, copy, slice_of[0]):
+    if slice_of is not None and _only_unsharded(plan, copy, slice_of[0]) and slice_of[0] not in repeats.repeated(spec):
         _write_slice(builder, copy, slice_of)
     else:
         _write_view(builder, copy, plan)
@@ -93,17 +95,15 @@ def _write_view(builder: Builder, copy: Copy, plan: Plan) -> None:
     """Take the view of a redistributed copy of the parent, write that, and bring it back."""
     spec = copy.parent_spec
     there = spec.with_placements(plan.decision.inputs[0])
-    whole = builder.reshard(0, spec, there)
+    whole = repeats.reshard(builder, 0, spec, there)
     outs = write_op(builder, copy.info, plan.call, plan.decision, [whole], copy.info.name)
-    builder.op("aten.copy_.default", [Slot(outs[copy.output]), Slot(1)], [-1])
-    back = builder.reshard(whole, there, spec)
-    builder.op("aten.copy_.default", [Slot(0), Slot(back)], [-1])
+    repeats.assign(builder, outs[copy.output], 1, copy.spec)
+    back = repeats.reshard(builder, whole, there, spec)
+    repeats.assign(builder, 0, back, spec)
 
 
 def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, int, bool]) -> None:
     """Each device writes what falls into its own part of the sliced dim: nothing moves."""
-    from ..program.ir import Local
-
     dim, start, stop, step, squeezed = slice_of
     source = 1
     if squeezed:
@@ -111,10 +111,11 @@ def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, in
         builder.op("aten.unsqueeze.default", [Slot(1), dim], [source])
     operands: list[Operand] = [builder.operand(n) for n in (start, stop, step)]
     spec = copy.parent_spec
+    target, source = repeats.once(builder, 0, spec), repeats.once(builder, source, spec)
     builder.body.append(
         Local(
             "dtorch.slice_write",
-            [Slot(0), Slot(source), dim, *operands],
+            [Slot(target), Slot(source), dim, *operands],
             {},
             [],
             [builder.layout(spec.placements, tuple(spec.shape))],
@@ -148,7 +149,7 @@ def _only_unsharded(plan: Plan, copy: Copy, dim: int) -> bool:
 
 def _assignment(spec: Spec) -> Any:
     builder = Builder(spec.mesh, 2, 0)
-    builder.op("aten.copy_.default", [Slot(0), Slot(1)], [-1])
+    repeats.assign(builder, 0, 1, spec)
     return builder.program("refresh a view", [])
 
 

@@ -16,7 +16,7 @@ from .. import errors
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, is_partial
 from ..program.ir import Local, Op, Program, Slot
-from . import checks, shapes
+from . import checks, repeats, shapes
 from .builder import ArgWriter, Builder
 from .choose import Decision, Weighed, choose
 from .layout import stride_order
@@ -197,15 +197,17 @@ def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
     builder = Builder(mesh, len(specs), info.count_numbers(call.args, call.kwargs))
     slots = list(range(len(specs)))
     if choice.moves:
+        # What is written, or viewed and then written, has to be one place in memory where it was one.
+        reshard = Builder.reshard if choice.makes_fresh else repeats.reshard
         for index, (spec, placements) in enumerate(zip(specs, decision.inputs, strict=True)):
             if placements != spec.placements:
-                slots[index] = builder.reshard(index, spec, spec.with_placements(placements))
+                slots[index] = reshard(builder, index, spec, spec.with_placements(placements))
     outs = write_op(builder, info, call, decision, slots, info.physical or info.name)
     for index in writes:
         if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
             spec = specs[index]
-            back = builder.reshard(slots[index], spec.with_placements(decision.inputs[index]), spec)
-            builder.op("aten.copy_.default", [Slot(index), Slot(back)], [-1])
+            back = repeats.reshard(builder, slots[index], spec.with_placements(decision.inputs[index]), spec)
+            repeats.assign(builder, index, back, spec)
     outputs = _finish(builder, info, call, decision, outs, mesh)
     returned = info.returned_inputs
     kept = [slot for slot in outs if slot >= 0]
