@@ -85,7 +85,9 @@ def compile(function: Any = None, *, backend: str | None = None, verify: bool = 
         raise TypeError(f"compile(): expected a function or a module, got {type(function).__name__}")
     _check_backend(backend)
     if isinstance(function, Compiled):
-        return function
+        if (function.verify, function.backend) == (verify, backend):
+            return function
+        function = function.function  # compiled otherwise
     return Compiled(function, verify, backend)
 
 

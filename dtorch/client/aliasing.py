@@ -10,7 +10,7 @@ import torch
 
 from ..engine import protocol
 from ..program.ir import Local, Operand, Slot
-from ..sharding import repeats
+from ..sharding import expanded
 from ..sharding.builder import Builder
 from ..sharding.plan import Plan, plan_op, write_op
 from ..sharding.schema import OpInfo
@@ -83,7 +83,7 @@ def _write_back(controller: Controller, copy: Copy) -> None:
     spec = copy.parent_spec
     builder = Builder(spec.mesh, 2, len(numbers))
     slice_of = _as_slice(copy)
-    if slice_of is not None and _only_unsharded(plan, copy, slice_of[0]) and slice_of[0] not in repeats.repeated(spec):
+    if slice_of is not None and _only_unsharded(plan, copy, slice_of[0]) and slice_of[0] not in expanded.repeated(spec):
         _write_slice(builder, copy, slice_of)
     else:
         _write_view(builder, copy, plan)
@@ -95,11 +95,11 @@ def _write_view(builder: Builder, copy: Copy, plan: Plan) -> None:
     """Take the view of a redistributed copy of the parent, write that, and bring it back."""
     spec = copy.parent_spec
     there = spec.with_placements(plan.decision.inputs[0])
-    whole = repeats.reshard(builder, 0, spec, there)
+    whole = expanded.reshard(builder, 0, spec, there)
     outs = write_op(builder, copy.info, plan.call, plan.decision, [whole], copy.info.name)
-    repeats.assign(builder, outs[copy.output], 1, copy.spec)
-    back = repeats.reshard(builder, whole, there, spec)
-    repeats.assign(builder, 0, back, spec)
+    expanded.assign(builder, outs[copy.output], 1, copy.spec)
+    back = expanded.reshard(builder, whole, there, spec)
+    expanded.assign(builder, 0, back, spec)
 
 
 def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, int, bool]) -> None:
@@ -111,7 +111,7 @@ def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, in
         builder.op("aten.unsqueeze.default", [Slot(1), dim], [source])
     operands: list[Operand] = [builder.operand(n) for n in (start, stop, step)]
     spec = copy.parent_spec
-    target, source = repeats.once(builder, 0, spec), repeats.once(builder, source, spec)
+    target, source = expanded.once(builder, 0, spec), expanded.once(builder, source, spec)
     builder.body.append(
         Local(
             "dtorch.slice_write",
@@ -149,7 +149,7 @@ def _only_unsharded(plan: Plan, copy: Copy, dim: int) -> bool:
 
 def _assignment(spec: Spec) -> Any:
     builder = Builder(spec.mesh, 2, 0)
-    repeats.assign(builder, 0, 1, spec)
+    expanded.assign(builder, 0, 1, spec)
     return builder.program("refresh a view", [])
 
 

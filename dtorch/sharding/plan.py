@@ -16,7 +16,7 @@ from .. import errors
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, is_partial
 from ..program.ir import Local, Op, Program, Slot
-from . import checks, repeats, shapes
+from . import checks, expanded, shapes
 from .builder import ArgWriter, Builder
 from .choose import Decision, Weighed, choose
 from .layout import stride_order
@@ -198,7 +198,7 @@ def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
     slots = list(range(len(specs)))
     if choice.moves:
         # What is written, or viewed and then written, has to be one place in memory where it was one.
-        reshard = Builder.reshard if choice.makes_fresh else repeats.reshard
+        reshard = Builder.reshard if choice.makes_fresh else expanded.reshard
         for index, (spec, placements) in enumerate(zip(specs, decision.inputs, strict=True)):
             if placements != spec.placements:
                 slots[index] = reshard(builder, index, spec, spec.with_placements(placements))
@@ -206,8 +206,8 @@ def write_plan(choice: Choice, specs: list[Spec]) -> Plan:
     for index in writes:
         if slots[index] != index:  # computed on a copy elsewhere: bring it back, the target keeps its placements
             spec = specs[index]
-            back = repeats.reshard(builder, slots[index], spec.with_placements(decision.inputs[index]), spec)
-            repeats.assign(builder, index, back, spec)
+            back = expanded.reshard(builder, slots[index], spec.with_placements(decision.inputs[index]), spec)
+            expanded.assign(builder, index, back, spec)
     outputs = _finish(builder, info, call, decision, outs, mesh)
     returned = info.returned_inputs
     kept = [slot for slot in outs if slot >= 0]

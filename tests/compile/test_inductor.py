@@ -118,3 +118,11 @@ def test_backends_that_are_not_there(monkeypatch):
         RuntimeError, match=r"needs a C\+\+ compiler on every worker's machine, and '/nowhere/g\+\+' is not"
     ):
         dtorch.compile(layer, backend="inductor")
+
+
+def test_what_is_compiled_can_be_compiled_otherwise(simulated):
+    plain = dtorch.compile(layer)
+    assert dtorch.compile(plain) is plain
+    other = dtorch.compile(plain, backend="inductor")
+    assert other is not plain
+    assert (other.function, other.backend) == (layer, "inductor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import select
 import traceback
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import PARTIAL, PlacementList, partial, shard
@@ -22,6 +22,7 @@ from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
 from dtorch.worker.comm.process_groups import ProcessGroups
 from dtorch.worker.comm.shared import SharedMemory
+from dtorch.worker.comm.sockets import gloo
 from dtorch.worker.poison import Poison
 
 SECONDS = 60
@@ -133,49 +134,44 @@ SHAPES = [
 ]
 
 
-def test_every_transfer_gives_what_plain_torch_gives() -> None:
-    def work(device: int, communicator: SharedMemory) -> None:
-        for shape, dtype in SHAPES:
-            for number, (source_mesh, source, target_mesh, target) in enumerate(CASES):
-                if dtype.is_complex and partial("max") in source:
-                    continue
-                before, after = PlacementList(source), PlacementList(target)
-                tensor = whole(shape, dtype, seed=number)
-                value = split(source_mesh, before, tensor, device)
-                for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
-                    value = exchange(communicator, step, value)
-                if target_mesh.coordinate(device) is None:
-                    assert value is None
-                    continue
-                expected = split(target_mesh, after, total(source_mesh, before, tensor), device)
-                assert isinstance(value, torch.Tensor), (device, value)
-                assert value.is_contiguous()
-                assert torch.equal(value, expected), (device, shape, source, target, value, expected)
+Carry = Callable[[Transfer, "torch.Tensor | Poison | None"], "torch.Tensor | Poison | None"]
 
-    run_forked([0, 1, 2, 3], work)
+
+def check_every_case(device: int, carry: Carry) -> None:
+    """Do the device's part of every transfer by ``carry(transfer, value)``, and compare with plain torch."""
+    for shape, dtype in SHAPES:
+        for number, (source_mesh, source, target_mesh, target) in enumerate(CASES):
+            if dtype.is_complex and partial("max") in source:
+                continue
+            before, after = PlacementList(source), PlacementList(target)
+            tensor = whole(shape, dtype, seed=number)
+            value: torch.Tensor | Poison | None = split(source_mesh, before, tensor, device)
+            for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
+                value = carry(step, value)
+            if target_mesh.coordinate(device) is None:
+                assert value is None
+                continue
+            expected = split(target_mesh, after, total(source_mesh, before, tensor), device)
+            assert isinstance(value, torch.Tensor), (device, value)
+            assert value.is_contiguous()
+            assert torch.equal(value, expected), (device, shape, source, target, value, expected)
+
+
+def test_every_transfer_gives_what_plain_torch_gives() -> None:
+    run_forked(
+        [0, 1, 2, 3],
+        lambda device, communicator: check_every_case(device, functools.partial(exchange, communicator)),
+    )
 
 
 def test_process_groups_give_the_same(tmp_path: Path) -> None:
     def work(device: int, shared: SharedMemory) -> None:
-        def gloo(store: object, rank: int, size: int) -> object:
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            return c10d.ProcessGroupGloo(store, rank, size, options)
-
         communicator = ProcessGroups(shared._fd, shared._control, device, str(tmp_path), gloo, torch.device("cpu"))
-        for shape, dtype in SHAPES:
-            for source_mesh, source, target_mesh, target in CASES:
-                if dtype.is_complex and partial("max") in source:
-                    continue
-                before, after = PlacementList(source), PlacementList(target)
-                tensor = whole(shape, dtype)
-                value = split(source_mesh, before, tensor, device)
-                for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
-                    on_cuda = dataclasses.replace(step, source_type="cuda", target_type="cuda")
-                    value = communicator.transfer(on_cuda, value, 0)
-                if target_mesh.coordinate(device) is not None:
-                    expected = split(target_mesh, after, total(source_mesh, before, tensor), device)
-                    assert torch.equal(value, expected), (device, shape, source, target)
+
+        def carry(step: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
+            return communicator.transfer(dataclasses.replace(step, source_type="cuda", target_type="cuda"), value, 0)
+
+        check_every_case(device, carry)
         (step,) = steps(
             SQUARE, PlacementList([PARTIAL, PARTIAL]), SQUARE, PlacementList([R, R]), (3,), torch.int64, device
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dtorch.placement import PARTIAL, PlacementList, partial, shard
+from dtorch.placement import PARTIAL, PlacementList, shard
 from dtorch.placement import REPLICATE as R
 from dtorch.sharding.rearrange import Shift
 from dtorch.sharding.transfer import Half, steps
@@ -15,24 +15,13 @@ from dtorch.worker.comm.shared import SharedMemory
 from dtorch.worker.comm.sockets import Sockets
 from dtorch.worker.poison import Poison
 
-from .test_comm import CASES, LINE, PAIR, SHAPES, run_forked, split, total, whole
+from .test_comm import LINE, PAIR, check_every_case, run_forked, whole
 
 
 def test_every_transfer(tmp_path: Path) -> None:
     def work(device: int, shared: SharedMemory) -> None:
         communicator = Sockets(shared._fd, shared._control, device, str(tmp_path))
-        for shape, dtype in SHAPES:
-            for source_mesh, source, target_mesh, target in CASES:
-                if dtype.is_complex and partial("max") in source:
-                    continue
-                before, after = PlacementList(source), PlacementList(target)
-                tensor = whole(shape, dtype)
-                value = split(source_mesh, before, tensor, device)
-                for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
-                    value = communicator.carry(step, value, 0)  # type: ignore[assignment]
-                if target_mesh.coordinate(device) is not None:
-                    expected = split(target_mesh, after, total(source_mesh, before, tensor), device)
-                    assert torch.equal(value, expected), (device, shape, source, target)  # type: ignore[arg-type]
+        check_every_case(device, lambda step, value: communicator.carry(step, value, 0))
         assert communicator._arena._end == 0
 
     run_forked([0, 1, 2, 3], work)
