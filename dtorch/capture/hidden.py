@@ -13,9 +13,11 @@ from .recorder import Recorder
 
 def is_hidden(made: set[int], known: list[Any], recorder: Recorder) -> bool:
     """Whether a value of ``made`` lives on, but for what the handles ``known`` keep."""
-    seen = {handle._value.id for handle in known}
-    for handle in known:
-        seen |= {copy.id for copy, _ in (handle._value.kept or {}).values()}
+    seen: set[int] = set()
+    for value in [handle._value for handle in known]:
+        while value is not None:
+            seen |= {value.id, *[copy.id for copy, _ in (value.kept or {}).values()]}
+            value = value.keep
 
     def alive() -> set[int]:
         controller = runtime.controller()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -19,7 +20,7 @@ from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from .controller import Controller
 from .interrupts import critical
-from .values import Copy, Value, next_value_id
+from .values import OLDEST, Copy, Taken, Value, next_value_id
 
 aten = torch.ops.aten
 
@@ -29,10 +30,16 @@ def view_value(
 ) -> Value:
     """The value of a view of ``base``."""
     value = base._value
+    root = value.root
+    if getattr(base, "_is_param", False):
+        root.born = OLDEST
     if not plan.detached:
-        return Value(number, value.root, value.copy, value if value.copy is not None else None)
+        view = Value(number, root, value.copy, value if value.copy is not None else None)
+        if plan.is_whole_view and args[0] is base:
+            view.taken = Taken(ref(value), base._spec, info, args[1:], kwargs)
+        return view
     metas, named = _constants(args), {k: _constants(v) for k, v in kwargs.items()}
-    return Value(number, value.root, Copy(number, spec, value, base._spec, info, metas, named, output))
+    return Value(number, root, Copy(number, spec, value, base._spec, info, metas, named, output))
 
 
 def _constants(value: Any) -> Any:

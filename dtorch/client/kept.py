@@ -1,14 +1,15 @@
 """Kept copies: a value that one op needed elsewhere is there for the next op that needs it there.
 
-q, k and v are projections of one hidden state, and a norm reads its input twice: what was gathered or summed for the first need not be
-again. A copy belongs to the value it was made of and goes with it; it is void once the value has been written. Copies larger than what
-they were made of, the gathered ones, also go when they have not been used for a while; both kinds have a budget of bytes.
+q, k and v are projections of one hidden state, which their weights' gradients need once more, and a norm reads its input twice: what was
+gathered or summed for the first need not be again. A copy belongs to the value it was made of and goes with it; it is void once the value
+has been written. Views of all its elements (a gradient and its transpose) have it in common: they are taken of it, on each device.
+What the backward needs lives until then, however many ops come between: only a budget of bytes is a limit, for copies larger than what they
+were made of (the gathered ones) and for others.
 """
 
 from __future__ import annotations
 
 import collections
-import math
 import weakref
 from typing import Any
 
@@ -20,10 +21,10 @@ from .controller import Controller
 from .handles import wrap
 from .values import COPY, Value, next_value_id
 
-#: Commands after which a gathered copy that nothing used goes.
-AGE = 64
 #: Bytes per device that copies of either kind may take.
 BYTES = 256 << 20
+#: Copies that either kind may note; a value that died leaves the note of its copy.
+COUNT = 4096
 #: A value whose memory is older than this many values is a weight or an input and not an activation. Its copies are not kept: sharded
 #: weights would quietly become replicated ones.
 YOUNG = 4096
@@ -32,33 +33,36 @@ YOUNG = 4096
 class Copies:
     """Copies of one kind, the least recently used first. Whoever uses it holds the controller's lock."""
 
-    def __init__(self, age: float) -> None:
-        self._age = age
+    def __init__(self) -> None:
         self._bytes = 0
-        self._recent: collections.OrderedDict[tuple[int, Spec], tuple[weakref.ref, int, int]] = (
+        self._recent: collections.OrderedDict[tuple[int, Spec], tuple[weakref.ref[Value], int]] = (
             collections.OrderedDict()
         )
 
-    def used(self, key: tuple[int, Spec], sequence: int) -> None:
-        reference, _, size = self._recent.pop(key)
-        self._recent[key] = reference, sequence, size
+    def used(self, key: tuple[int, Spec]) -> None:
+        self._recent.move_to_end(key)
 
-    def add(self, key: tuple[int, Spec], value: Value, sequence: int) -> None:
-        """Note a copy that command ``sequence`` made of ``value``, and drop what has had its time."""
+    def add(self, key: tuple[int, Spec], value: Value, newest: int) -> None:
+        """Note a copy of ``value``, and drop what no op will find any more, or there is no room for."""
         size = key[1].local_nbytes
-        self._recent[key] = weakref.ref(value), sequence, size
+        self._recent[key] = weakref.ref(value), size
         self._bytes += size
         while self._recent:
-            oldest, (reference, made, _) = next(iter(self._recent.items()))
-            if reference() is not None and self._bytes <= BYTES and sequence - made <= self._age:
+            oldest, (reference, _) = next(iter(self._recent.items()))
+            if _is_young(reference(), newest):
                 break
             self.drop(oldest)
+        if self._bytes > BYTES or len(self._recent) > COUNT:
+            for dead in [key for key, (reference, _) in self._recent.items() if reference() is None]:
+                self.drop(dead)
+            while self._recent and (self._bytes > BYTES or len(self._recent) > COUNT * 3 // 4):
+                self.drop(next(iter(self._recent)))
 
     def drop(self, key: tuple[int, Spec]) -> None:
-        reference, _, size = self._recent.pop(key)
+        reference, size = self._recent.pop(key)
         self._bytes -= size
         value = reference()
-        if value is not None:
+        if value is not None and value.kept:
             value.kept.pop(key[1], None)
 
     def clear(self) -> None:
@@ -66,7 +70,11 @@ class Copies:
         self._bytes = 0
 
 
-_summed, _gathered = Copies(math.inf), Copies(AGE)
+def _is_young(value: Value | None, newest: int) -> bool:
+    return value is not None and newest - value.root.born <= YOUNG
+
+
+_summed, _gathered = Copies(), Copies()
 
 
 def summed_before(choice: Choice, tensors: list[Any], controller: Controller) -> list[Any] | None:
@@ -85,7 +93,7 @@ def summed_before(choice: Choice, tensors: list[Any], controller: Controller) ->
             recorder = watch.recorder()
             made_before = recorder is not None and copy is not None and copy.id < recorder.floor
             if copy is not None and generation == value.root.generation and not made_before:
-                _summed.used((value.id, goal), controller.sequence)
+                _summed.used((value.id, goal))
                 found[index] = wrap(goal, copy)
     return None if all(new is old for new, old in zip(found, tensors, strict=True)) else found
 
@@ -103,7 +111,7 @@ def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller
         if placements == tensor._spec.placements:
             continue
         (spec, goal), value = next(moves), tensor._value
-        if value.kept is COPY or getattr(tensor, "_is_param", False) or newest - value.root.born > YOUNG:
+        if value.kept is COPY or getattr(tensor, "_is_param", False) or not _is_young(value, newest):
             continue
         if any(a is not b and a is not REPLICATE for a, b in zip(spec.placements, placements, strict=True)):
             found[index] = _copy(tensor, goal, why, controller)
@@ -114,6 +122,12 @@ def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller
 def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
     """A handle on the kept copy of ``tensor`` at ``goal``."""
     value = tensor._value
+    base = _base_to_move(tensor, goal)
+    if base is not None:
+        view = _view_of_copy(value, base, why, controller)
+        if view._spec is goal:
+            return view
+        value.taken = None  # of the copy it is another view
     copies = _gathered if goal.local_nbytes > tensor._spec.local_nbytes else _summed
     key = value.id, goal
     with controller.lock:
@@ -123,7 +137,7 @@ def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
             recorder = watch.recorder()
             made_before = recorder is not None and copy.id < recorder.floor  # another call would not find it
             if generation == value.root.generation and not made_before:
-                copies.used(key, controller.sequence)
+                copies.used(key)
                 return wrap(goal, copy)
             copies.drop(key)
         generation = value.root.generation
@@ -135,8 +149,40 @@ def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
             value.kept = {}
         if goal not in value.kept:  # another thread may have been first
             value.kept[goal] = moved._value, generation
-            copies.add(key, value, controller.sequence)
+            copies.add(key, value, moved._value.id)
     return moved
+
+
+def _base_to_move(tensor: Any, goal: Spec) -> tuple[Any, Spec] | None:
+    """What ``tensor`` is a view of, and where a copy of that would have to be for its view to be one of ``tensor`` at ``goal``.
+
+    None if it is no such view, its base has gone, or the copy is not whole along the axes along which it moves.
+    """
+    value, spec = tensor._value, tensor._spec
+    taken = value.taken
+    base = None if taken is None else taken.base()
+    if base is None or base.kept is COPY or goal.mesh is not spec.mesh:
+        return None
+    placements = list(taken.spec.placements)
+    for axis, (old, new) in enumerate(zip(spec.placements, goal.placements, strict=True)):
+        if old is not new:
+            if new is not REPLICATE:
+                return None
+            placements[axis] = REPLICATE
+    return wrap(taken.spec, base), taken.spec.with_placements(placements)
+
+
+def _view_of_copy(value: Value, base: tuple[Any, Spec], why: str, controller: Controller) -> Any:
+    """The view ``value`` once more, of the kept copy of its base."""
+    from .dispatch import call
+
+    taken = value.taken
+    whole, goal = base
+    if value.keep is None:
+        value.keep = whole._value  # and its copies live as long as the view does
+    view = call(taken.info, (_copy(whole, goal, why, controller), *taken.args), taken.kwargs)
+    view._value.kept = COPY
+    return view
 
 
 def forget() -> None:

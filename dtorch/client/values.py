@@ -9,9 +9,11 @@ refreshing the copy in place refreshes them all.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from .interrupts import critical
 
@@ -23,14 +25,17 @@ next_value_id = itertools.count(1).__next__
 
 
 class Root:
-    """The memory that a value and its aliases share: ``generation`` counts the instructions that wrote it, ``born`` is its first value."""
+    """The memory that a value and its aliases share: ``generation`` counts the instructions that wrote it, ``born`` is its first value, or
+    `OLDEST` for a parameter's."""
 
     __slots__ = ("generation", "born")
 
-    def __init__(self, born: int) -> None:
+    def __init__(self, born: float) -> None:
         self.generation = 0
         self.born = born
 
+
+OLDEST = -math.inf
 
 _making_roots = threading.Lock()
 
@@ -42,10 +47,11 @@ class Value:
     """One tensor on the workers, named ``id``. Dies with its last handle, which queues a free.
 
     ``copy`` is set if its memory is that of a `Copy`; ``keep`` then holds the value whose memory it views. ``kept`` has its kept copies
-    (see `dtorch.client.kept`): by spec, each with the generation it was made at.
+    (see `dtorch.client.kept`): by spec, each with the generation it was made at; ``taken`` tells how it was taken of its base, if it has
+    all elements of that; ``keep`` may hold the base for its copies.
     """
 
-    __slots__ = ("id", "_root", "copy", "keep", "kept", "__weakref__")
+    __slots__ = ("id", "_root", "copy", "keep", "kept", "taken", "__weakref__")
 
     @critical
     def __init__(self, id: int, root: Root | None = None, copy: Copy | None = None, keep: Value | None = None) -> None:
@@ -54,6 +60,7 @@ class Value:
         self.copy = copy
         self.keep = keep
         self.kept: dict[Any, tuple[Value, int]] | None = None
+        self.taken: Taken | None = None
 
     @property
     def root(self) -> Root:
@@ -79,8 +86,18 @@ def new_value() -> Value:
     """A value of an id of its own, whose memory is its own: ``Value(next_value_id())`` at a third of the cost."""
     value = _new(Value)
     value.id = next_value_id()
-    value._root = value.copy = value.keep = value.kept = None
+    value._root = value.copy = value.keep = value.kept = value.taken = None
     return value
+
+
+class Taken(NamedTuple):
+    """How a view was taken: it is ``info.op(base, *args, **kwargs)``, of a base with ``spec``."""
+
+    base: weakref.ref[Value]
+    spec: Any
+    info: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Copy:

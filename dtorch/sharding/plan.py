@@ -7,6 +7,7 @@ constants and of each number its type and whether it `enlarges`, and the client 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,8 @@ class Plan:
     is_simple: bool = dataclasses.field(init=False)
     #: Nothing moved or completed, and one tensor written at most.
     is_direct: bool = dataclasses.field(init=False)
+    #: One view, of all elements of its base, which is not replicated: each device views what it has.
+    is_whole_view: bool = dataclasses.field(init=False)
     #: See `completions`.
     completed: tuple[tuple[Spec, Spec], ...] = dataclasses.field(init=False)
 
@@ -95,6 +98,13 @@ class Plan:
         moved = self.moves or self.completed
         self.is_simple = fresh and self.structure == "tensor" and not self.writes and not moved
         self.is_direct = not moved and len(self.writes) < 2
+        self.is_whole_view = self.aliases == (0,) and not (self.writes or moved or self.detached) and self._has_all()
+
+    def _has_all(self) -> bool:
+        base, view = self.call.inputs[0], self.outputs[0]  # type: ignore[union-attr]
+        if view is None or all(p is REPLICATE for p in self.decision.inputs[0]):
+            return False
+        return view.nbytes == math.prod(base.shape) * base.dtype.itemsize
 
 
 def plan_op(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]) -> Plan:
