@@ -21,7 +21,7 @@ from .rewrite import Rewriter, Rewritten
 
 #: Instructions before a redistribution that may be put behind its start.
 WINDOW = 32
-#: Redistributions under way at a time. Their number with one reader must stay below `CREDIT` (`dtorch/worker/comm`).
+#: Redistributions under way at a time. Their number with one reader must stay below `LARGE_CREDIT` (`dtorch/worker/comm`).
 UNDER_WAY = 3
 
 

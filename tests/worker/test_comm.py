@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import select
 import traceback
@@ -18,6 +19,7 @@ from dtorch.placement import PARTIAL, PlacementList, partial, shard
 from dtorch.placement import REPLICATE as R
 from dtorch.sharding.layout import local_box
 from dtorch.sharding.transfer import Transfer, steps
+from dtorch.worker.comm import shared
 from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
 from dtorch.worker.comm.process_groups import ProcessGroups
@@ -137,14 +139,14 @@ SHAPES = [
 Carry = Callable[[Transfer, "torch.Tensor | Poison | None"], "torch.Tensor | Poison | None"]
 
 
-def check_every_case(device: int, carry: Carry) -> None:
-    """Do the device's part of every transfer by ``carry(transfer, value)``, and compare with plain torch."""
-    for shape, dtype in SHAPES:
+def check_every_case(device: int, carry: Carry, times: int = 1) -> None:
+    """Do the device's part of every transfer by ``carry(transfer, value)``, and compare with plain torch. ``times``: with other values."""
+    for time, (shape, dtype) in itertools.product(range(times), SHAPES):
         for number, (source_mesh, source, target_mesh, target) in enumerate(CASES):
             if dtype.is_complex and partial("max") in source:
                 continue
             before, after = PlacementList(source), PlacementList(target)
-            tensor = whole(shape, dtype, seed=number)
+            tensor = whole(shape, dtype, seed=number + 100 * time)
             value: torch.Tensor | Poison | None = split(source_mesh, before, tensor, device)
             for step in steps(source_mesh, before, target_mesh, after, shape, dtype, device):
                 value = carry(step, value)
@@ -160,13 +162,47 @@ def check_every_case(device: int, carry: Carry) -> None:
 def test_every_transfer_gives_what_plain_torch_gives() -> None:
     run_forked(
         [0, 1, 2, 3],
-        lambda device, communicator: check_every_case(device, functools.partial(exchange, communicator)),
+        lambda device, communicator: check_every_case(device, functools.partial(exchange, communicator), times=3),
     )
 
 
+def laid_out(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The same values in other layouts."""
+    spread = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)[..., ::2]
+    return [tensor, tensor.t().contiguous().t(), spread.copy_(tensor), tensor.conj().resolve_conj().conj().conj()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.float16, torch.int8], ids=str)
+def test_a_transfer_that_is_prepared(dtype: torch.dtype) -> None:
+    """From the second time on: values of any layout, poisons between them, and many in a row."""
+    poison = Poison((1, 77))
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        for source, target in ([PARTIAL], [R]), ([PARTIAL], [shard(0)]), ([shard(0)], [R]), ([shard(0)], [shard(1)]):
+            if source == [PARTIAL] and dtype is torch.bool:
+                source = [partial("or")]
+            before, after = PlacementList(source), PlacementList(target)
+            (step,) = steps(LINE, before, LINE, after, (7, 5), dtype, device)
+            for time in range(25):
+                tensor = whole((7, 5), dtype, seed=time)
+                own = split(LINE, before, tensor, device)
+                assert own is not None
+                expected = split(LINE, after, total(LINE, before, tensor), device)
+                for value in laid_out(own.to(dtype)):
+                    found = exchange(communicator, step, value)
+                    assert isinstance(found, torch.Tensor)
+                    assert found.dtype is dtype
+                    assert found.is_contiguous()
+                    assert torch.equal(found, expected.to(dtype)), (device, source, target, time)  # type: ignore[union-attr]
+                if time % 3 == 0:
+                    assert exchange(communicator, step, poison if device == 1 else own.to(dtype)) == poison
+
+    run_forked([0, 1, 2], work)
+
+
 def test_process_groups_give_the_same(tmp_path: Path) -> None:
-    def work(device: int, shared: SharedMemory) -> None:
-        communicator = ProcessGroups(shared._fd, shared._control, device, str(tmp_path), gloo, torch.device("cpu"))
+    def work(device: int, own: SharedMemory) -> None:
+        communicator = ProcessGroups(own._fd, own._control, device, str(tmp_path), gloo, torch.device("cpu"))
 
         def carry(step: Transfer, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison | None:
             return communicator.transfer(dataclasses.replace(step, source_type="cuda", target_type="cuda"), value, 0)
@@ -299,6 +335,13 @@ def test_any_number_of_dims(ndim: int) -> None:
     run_forked([0, 1], work)
 
 
+@pytest.fixture
+def in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All-reduces in shares of smaller values than is fast."""
+    monkeypatch.setattr(shared, "_SHARED_OUT", (1 << 17, 1 << 15))
+
+
+@pytest.mark.usefixtures("in_shares")
 @pytest.mark.parametrize("members", [2, 3, 4])
 def test_an_all_reduce_in_shares(members: int) -> None:
     """Of several chunks, uneven shares, strided addends; what it gave is not touched by the next ones."""
@@ -331,6 +374,7 @@ def test_an_all_reduce_in_shares(members: int) -> None:
     run_forked(list(range(members)), work)
 
 
+@pytest.mark.usefixtures("in_shares")
 def test_poison_in_an_all_reduce_in_shares() -> None:
     poison = Poison((1, 77))
     shape = (1 << 18,)
@@ -349,6 +393,7 @@ def test_poison_in_an_all_reduce_in_shares() -> None:
     run_forked([0, 1, 2], work)
 
 
+@pytest.mark.usefixtures("in_shares")
 @pytest.mark.parametrize(("op", "dtype"), [("product", torch.float16), ("min", torch.int32), ("and", torch.bool)])
 def test_other_reductions(op: str, dtype: torch.dtype) -> None:
     def work(device: int, communicator: SharedMemory) -> None:

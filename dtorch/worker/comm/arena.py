@@ -128,11 +128,11 @@ class Arena:
 
     def fits(self, nbytes: int, part: int = 1) -> bool:
         """Whether a block of ``nbytes`` is to be had, with no more than one ``part``-th of the limit in use then."""
-        return self.limit is None or self._used + _size_of(nbytes) <= self.limit // part
+        return self.limit is None or self._used + size_of(nbytes) <= self.limit // part
 
     def allocate(self, nbytes: int) -> int:
         """The offset of a block of at least ``nbytes``."""
-        size = _size_of(nbytes)
+        size = size_of(nbytes)
         if self.limit is not None:
             if self._used + size > self.limit:
                 raise MemoryError(f"dtorch: no room for {nbytes} more bytes in an arena of {self.limit}")
@@ -209,5 +209,6 @@ class Arena:
         blocks.insert(0, offset)
 
 
-def _size_of(nbytes: int) -> int:
+def size_of(nbytes: int) -> int:
+    """The bytes of the block that serves so many."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length())

@@ -12,8 +12,10 @@ _LINES = 64
 _LINE = 8
 _BELL = 1
 _DOZING = 2
-CREDIT = 4
-"""Publications to one reader that may be waiting to be read."""
+CREDIT = 16
+"""Publications to one reader that may be waiting to be read, if they are small."""
+LARGE_CREDIT = 4
+"""The same of large ones: their memory is to be in the caches when it is written again."""
 ENTRY = 32
 """Words that announce one publication."""
 COUNTED = 1 << 20
@@ -22,13 +24,10 @@ ANNOUNCED = 1
 """So much of it stands for an entry that tells what is to come; each part of that adds one."""
 
 _NOBODY = 1 << 62
-# While cores are free a wait looks for about 100 us and offers its core to others now and then. An offer that is taken means more processes
-# than cores, or two that wait for each other on one core: then waits sleep soon for a while, for a sleeper is woken on an idle core.
-_LOOKS = 50
-_OFFERS = 40
-_TAKEN_SECONDS = 10e-6
-_SHORT_LOOKS = 300
-_CROWDED_WAITS = 16
+# A wait looks for a while, and offers its core to others between looks: to a client, or to workers that are more than the cores. To sleep
+# and to be woken takes longer than what is mostly waited for, with one process more than cores too (`python -m benchmarks collectives`).
+_LOOKS = 20
+_AWAKE_SECONDS = 300e-6
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
@@ -57,7 +56,6 @@ class Control:
         #: The number of commands each device has run.
         self.progress = self.words[_LINES : self._departures : _LINE]
         self._futex = _Futex()
-        self._crowded = 0
 
     # Progress: workers tell, the client waits
 
@@ -107,21 +105,15 @@ class Control:
         There is no way out but that: when a worker dies, the zygote ends all the others, the waiting ones too.
         """
         words = self.words
-        if not self._crowded:
-            for _ in range(_OFFERS):
-                for _ in range(_LOOKS):
-                    if words[index] >= value:
-                        return
-                start = time.perf_counter()
-                os.sched_yield()
-                if time.perf_counter() - start > _TAKEN_SECONDS:
-                    self._crowded = _CROWDED_WAITS
-                    break
-        else:
-            for _ in range(_SHORT_LOOKS):
+        asleep_at = 0.0
+        while True:
+            for _ in range(_LOOKS):
                 if words[index] >= value:
                     return
-            self._crowded -= 1
+            now = time.perf_counter()
+            if now > (asleep_at := asleep_at or now + _AWAKE_SECONDS):
+                break
+            os.sched_yield()
         line = _LINES + _LINE * device
         nap = 0
         while True:

@@ -56,9 +56,13 @@ class Publications:
                 return None
         return self.arena.tensor(shape, dtype, dies)
 
+    def is_made_here(self, value: torch.Tensor) -> bool:
+        """Whether `empty` has made the memory of ``value``."""
+        return bool(self._made_here) and value.data_ptr() in self._made_here
+
     def take(self, value: torch.Tensor) -> int | None:
         """Where in the arena ``value`` is, if `empty` has made it; from now on it did not."""
-        if not self._made_here or value.data_ptr() not in self._made_here:
+        if not self.is_made_here(value):
             return None
         if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
             return None

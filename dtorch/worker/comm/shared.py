@@ -4,7 +4,8 @@ A publisher copies its tensor into its arena once and leaves an *entry* for each
 those it reads from, and puts its result together straight out of their arenas. Two processes number the transfers they both
 take part in, each for itself: commands come to all in one order, so they agree, and no group needs a name or a world.
 
-A publisher waits for nobody until `CREDIT` of its publications wait for one reader, or too many bytes for any. That
+A publisher waits for nobody until `CREDIT` of its publications (of large ones, `LARGE_CREDIT`) wait for one reader, or too many bytes for
+any. That
 cannot deadlock: whoever is furthest behind in the order of commands waits for nobody, for all others have published what it
 reads and it has read what they published.
 
@@ -14,6 +15,7 @@ each one's result then is. What members wait for there, in turns, is each other 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from collections import deque
@@ -28,16 +30,20 @@ from ...sharding.transfer import Half, Transfer
 from ..assemble import assemble
 from ..poison import Poison
 from .all_reduce import chunks_of, fill, part_of, reduce_shares
-from .arena import FIRST_DEVICE, Arena, Region
-from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, Control
+from .arena import FIRST_DEVICE, Arena, Region, size_of
+from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, LARGE_CREDIT, Control
 from .links import HEADER, MAX_DIMS, STREAMED, WHOLE, Link, poisoned, shape_at
+from .prepared import Prepared, Ring, collector, is_small, publisher, slots_of
 from .publications import Publications, Reader
 from .streams import Incoming, Outgoing, Slabs, Window, addends_of, reduced, slabs_of, step_through
 
 _KEPT_VIEWS = 1024
+_KEPT_TRANSFERS = 4096
 # All-reduces of more bytes than this are made in shares, by two processes and by more: below, everybody adds up everything, which saves
-# a wait (`python -m benchmarks collectives`).
-_SHARED_OUT = (1 << 17, 1 << 15)
+# a wait, and is prepared (`python -m benchmarks collectives`).
+_SHARED_OUT = (1 << 20, 1 << 18)
+#: The part of a limited arena, one n-th, beyond which no slots are made.
+_RINGS = 4
 _CPU = torch.device("cpu")
 
 
@@ -58,6 +64,9 @@ class SharedMemory:
         self._window = None if limit is None else Window(self._arena, control)
         self._links: dict[int, Link] = {}
         self._groups: dict[tuple[int, ...], list[Link]] = {}
+        self._prepared: dict[int, Prepared] = {}
+        # By the group they are for and their size.
+        self._rings: dict[tuple[tuple[int, ...], int], Ring] = {}
         # Shifts and halves of transfers that have started and not ended, each with its number with each of the others, and what is yet
         # to be published of it.
         self._under_way: deque[tuple[dict[int, int], Outgoing | None]] = deque()
@@ -84,17 +93,15 @@ class SharedMemory:
         """
         links = self._begin(transfer.group)
         try:
-            if transfer.is_all_reduce and _is_shared_out(transfer):
+            prepared = self._prepared.get(id(transfer))
+            if prepared is None or not prepared.is_ready:
+                prepared = self._prepare(transfer, links, value)
+            if prepared.in_shares:
                 return self._all_reduce(transfer, links, value, sequence)
-            return self._exchange(transfer, links, value, sequence)
+            outgoing = self._publish(links, value, sequence, prepared) if transfer.publishes else None
+            return self._collect(transfer, value, outgoing, prepared)
         finally:
             self._end(links)
-
-    def _exchange(
-        self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None, sequence: int
-    ) -> torch.Tensor | Poison | None:
-        outgoing = self._publish(links, value, sequence) if transfer.publishes else None
-        return self._collect(transfer, value, outgoing)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in shared memory, for what is only computed to be transferred: that then copies nothing in.
@@ -142,7 +149,8 @@ class SharedMemory:
         outgoing = None
         try:
             if half.transfer.publishes:
-                outgoing = self._publish(links, value, sequence, begins=True)
+                prepared = self._prepare(half.transfer, links, value)
+                outgoing = self._publish(links, value, sequence, prepared, begins=True)
         finally:
             self._under_way.append(({link.peer: link.count for link in links}, outgoing))
 
@@ -150,7 +158,7 @@ class SharedMemory:
         """Read what the others have let this one read: what `transfer` does then. Of an all-reduce, too, each reads all."""
         numbers, outgoing = self._under_way.popleft()
         try:
-            return self._collect(half.transfer, value, outgoing, numbers)
+            return self._collect(half.transfer, value, outgoing, self._prepared.get(id(half.transfer)), numbers)
         finally:
             self._leave(numbers)
 
@@ -178,14 +186,54 @@ class SharedMemory:
 
     # Publishing
 
+    def _prepare(self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None) -> Prepared:
+        """What is prepared of ``transfer`` now. Transfers are kept where they are planned, so one is known by its identity."""
+        known = self._prepared.get(id(transfer))
+        if known is None:
+            if len(self._prepared) >= _KEPT_TRANSFERS:
+                self._prepared.clear()
+            made = Prepared(transfer, transfer.is_all_reduce and _is_shared_out(transfer))
+        elif isinstance(value, Poison):
+            return known
+        else:
+            publish = collect = None
+            shape = None if value is None else value.shape
+            if is_small(transfer, value):
+                if transfer.publishes and value is not None and (ring := self._ring(transfer.group, value.nbytes)):
+                    publish = publisher(self._control, self._device, links, ring, value)
+                if transfer.shape is not None:
+                    collect = collector(self._control, self._links, transfer, shape, self._whole_at)
+            made = dataclasses.replace(known, is_ready=True, shape=shape, publish=publish, collect=collect)
+        self._prepared[id(transfer)] = made
+        return made
+
+    def _ring(self, group: tuple[int, ...], nbytes: int) -> Ring | None:
+        """Slots for values of so many bytes, None if there is no room for them."""
+        size = size_of(nbytes)
+        ring = self._rings.get((group, size))
+        if ring is None and self._sent.arena.fits(slots_of(size) * size, _RINGS):
+            ring = self._rings[group, size] = Ring(self._sent.arena, size)
+        return ring
+
     def _publish(
-        self, links: list[Link], value: torch.Tensor | Poison | None, sequence: int, begins: bool = False
+        self,
+        links: list[Link],
+        value: torch.Tensor | Poison | None,
+        sequence: int,
+        prepared: Prepared | None = None,
+        begins: bool = False,
     ) -> Outgoing | None:
         """Let others read ``value``, or the failure of command ``sequence`` if that fails.
 
         Returns:
             What there is no room for; it has to be stepped through. ``begins``: that is later, and ``value`` may have changed by then.
         """
+        if prepared and prepared.publish and prepared.fits(value) and not self._sent.is_made_here(value):
+            try:
+                prepared.publish(value)
+                return None
+            except Exception:  # nothing is shown yet; what follows fails too, and says so
+                pass
         readers = self._readers(links)
         entry = outgoing = None
         try:
@@ -230,7 +278,7 @@ class SharedMemory:
         """The others, once they are all within the credit."""
         control = self._control
         for link in links:
-            control.wait(link.peer, link.left, (link.count - CREDIT) * COUNTED)
+            control.wait(link.peer, link.left, (link.count - LARGE_CREDIT) * COUNTED)
         return [(link.peer, link.left, link.count * COUNTED) for link in links]
 
     def _announce(self, links: list[Link], entry: array, part: int = COUNTED) -> None:
@@ -250,9 +298,14 @@ class SharedMemory:
         transfer: Transfer,
         value: torch.Tensor | Poison | None,
         outgoing: Outgoing | None,
+        prepared: Prepared | None,
         numbers: dict[int, int] | None = None,
     ) -> torch.Tensor | Poison | None:
         """The result. ``outgoing``: what is yet to be published; ``numbers``: of the transfer, if it is not the last one."""
+        if prepared and prepared.collect and not outgoing and prepared.fits(value):
+            found = prepared.collect(value, numbers)
+            if found is not None:
+                return found
         sources: dict[int, torch.Tensor | Incoming] = {}
         result: torch.Tensor | Poison | None = None
         addends = None
@@ -309,6 +362,10 @@ class SharedMemory:
                 link.views.clear()
             view = link.views[key] = link.region.view(words[at + 1], tuple(shape), dtype)
         return view
+
+    def _whole_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison | None:
+        """`_published_at`, None for what comes slab by slab."""
+        return None if self._control.words[at + 2] == STREAMED else self._published_at(link, at, dtype)
 
     def _incoming(self, link: Link, at: int, dtype: torch.dtype, number: int) -> Incoming:
         words = self._control.words
