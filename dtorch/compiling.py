@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .capture.plain import Mismatch
 from .client import runtime, torch_internals, watch
 from .errors import DTorchError
 
@@ -111,7 +112,10 @@ class Compiled:
         self.verify = verify
         self.program: Any = None
         self._name = getattr(function, "__qualname__", type(function).__name__)
-        self._found: dict[Any, list[Any]] = {}
+        #: What was recorded, by what calls must share.
+        self._found: dict[Any, Any] = {}
+        #: Those of them that know their calls at sight.
+        self._alike: list[Any] = []
         self._passing: dict[Any, int] = {}
         self._eager: set[Any] = set()
         self._keys: list[Any] = []
@@ -122,11 +126,23 @@ class Compiled:
             functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from .capture.arguments import Arguments, Unsupported
-        from .capture.plain import Mismatch
-
         if watch.recorder() is not None or torch_internals.is_intercepted(runtime.chosen_mesh() is not None):
             return self.function(*args, **kwargs)
+        tried = None
+        for alike in self._alike:
+            tensors = alike.match(args, kwargs)
+            if tensors is not None:
+                try:
+                    return alike.run(tensors)
+                except Mismatch:
+                    tried = alike
+                break
+        return self._by_key(args, kwargs, tried)
+
+    def _by_key(self, args: Any, kwargs: Any, tried: Any) -> Any:
+        """A call that is not known at once. ``tried``: recordings that have been found not to be like it."""
+        from .capture.arguments import Arguments, Unsupported
+
         try:
             arguments = Arguments(args, kwargs)
         except Unsupported as error:
@@ -135,24 +151,16 @@ class Compiled:
         key = arguments.key
         if key in self._eager:
             return self.function(*args, **kwargs)
-        known: Any = self._found.get(key, ())
-        if not self.verify:
-            found: tuple[Any, ...] = ()
-            for captured in known:
-                if not captured.begins(found):
-                    continue
-                try:
-                    result = captured.run(arguments.tensors)
-                except Mismatch as mismatch:
-                    found = mismatch.found or found
-                    continue
-                if captured is not known[0]:  # the next call will most likely be like this one
-                    with self._lock:
-                        self._found[key] = [captured, *[other for other in self._found[key] if other is not captured]]
-                return result
+        known = self._found.get(key)
+        if known is not None and known is not tried and not self.verify:
+            try:
+                return known.run(arguments.tensors)
+            except Mismatch:
+                pass
         return self._record(args, kwargs, arguments)
 
     def _record(self, args: Any, kwargs: Any, arguments: Any) -> Any:
+        from .capture.alike import match_of
         from .capture.arguments import varying
         from .capture.record import Recording
 
@@ -163,8 +171,10 @@ class Compiled:
                 f"{self._read_differently() or varying(self.function, [*self._keys, key])}"
             )
             return self.function(*args, **kwargs)
-        known = self._found.get(key, ()) if self.verify else ()
+        known = self._found[key].captured if self.verify and key in self._found else ()
         alike = [captured for captured in known if captured.matches(arguments.tensors)]
+        is_new = not self.verify and key not in self._found
+        match = match_of(args, kwargs) if is_new else None  # now: the call may change its arguments
         made = Recording(
             self.function, self._name, args, kwargs, arguments, backend=self.backend, keeps_constants=self.verify
         )
@@ -175,7 +185,7 @@ class Compiled:
             return made.result
         with self._lock:
             if made.captured is not None:
-                self._keep(key, made.captured)
+                self._keep(key, made.captured, match)
             elif made.refused is not None:
                 self._give_up(key, made.refused)
             else:
@@ -189,7 +199,7 @@ class Compiled:
         from .capture.reads import same
 
         for known in self._found.values():
-            for one, other in itertools.pairwise(known):
+            for one, other in itertools.pairwise(known.captured):
                 for a, b in zip(one.reads, other.reads, strict=False):
                     if not same(a.found, b.found):
                         return f"a value that is read, at {a.line}"
@@ -206,14 +216,21 @@ class Compiled:
                 f"neither an argument nor a tensor: {found}"
             )
 
-    def _keep(self, key: Any, captured: Any) -> None:
+    def _keep(self, key: Any, captured: Any, match: Any) -> None:
+        from .capture.alike import Alike
+
         self._keys.append(key)
-        self._found.setdefault(key, []).insert(0, captured)
+        if key not in self._found:
+            self._found[key] = Alike(match, self._lock)
+            if match is not None:
+                self._alike = [self._found[key], *self._alike]
+        self._found[key].captured.insert(0, captured)
         self._passing.pop(key, None)
         self.program = captured
 
     def _give_up(self, key: Any, reason: Any) -> None:
         self._eager.add(key)
+        self._alike = [alike for alike in self._alike if alike is not self._found.get(key)]
         self._warn(str(reason))
 
     def _warn(self, reason: str) -> None:
@@ -255,12 +272,26 @@ class Compiled:
         with self._lock:
             for known in (self._found, self._passing, self._eager, self._keys):
                 known.clear()
+            self._alike = []
             self.program = None
 
 
 #: A `Compiled`'s own attributes; the others are its function's.
 _OWN = frozenset(
-    ("function", "verify", "backend", "program", "_name", "_found", "_passing", "_eager", "_keys", "_warned", "_lock")
+    (
+        "function",
+        "verify",
+        "backend",
+        "program",
+        "_name",
+        "_found",
+        "_alike",
+        "_passing",
+        "_eager",
+        "_keys",
+        "_warned",
+        "_lock",
+    )
 )
 
 _ALL: weakref.WeakSet[Compiled] = weakref.WeakSet()

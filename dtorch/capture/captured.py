@@ -23,6 +23,7 @@ from .guards import Guards
 from .outside import Edge
 from .plain import Mismatch
 from .results import Maker
+from .straight import Straight, is_straight
 
 _value_of = operator.attrgetter("_value")
 _id_of = operator.attrgetter("_value.id")
@@ -163,6 +164,8 @@ class Captured:
         self.nbytes = 0
         self.instructions = 0
         self.gradient: Any = None
+        #: The code of a call that this is all of.
+        self.straight: Straight | None = None
         #: The numbers of the values of handles that move, as they were last.
         self._last: list[int] = []
         #: `handles.version`, the handles at places that do not move, and the numbers of their values.
@@ -181,9 +184,7 @@ class Captured:
         version, others, known = self._known
         if version is not handles.version or guards.loose:
             version = handles.version
-            others = [guards.fixed[i] for i in self.fixed]
-            known = _ids(others)
-            _check(others, self.specs[len(found) :])
+            others, known = self.handles_outside()
             self._known = version, others, known
         found += others
         ids = ids + known
@@ -195,8 +196,17 @@ class Captured:
                     raise Mismatch
         return found, ids
 
+    def handles_outside(self) -> tuple[list[Any], list[int]]:
+        """The handles at places that do not move, each as it must be, and the numbers of their values; or `Mismatch`."""
+        found = [self.guards.fixed[i] for i in self.fixed]
+        ids = _ids(found)
+        _check(found, self.specs[len(self.leaves) + len(self.moving) :])
+        return found, ids
+
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """The result of a call whose arguments' tensors are these; `Mismatch` if it has to be recorded anew."""
+        if self.straight is not None:
+            return self.straight.run(self, tensors)
         handles, ids = self.handles(tensors)
         call = Call(self, tensors)
         call.handles = handles
@@ -221,8 +231,7 @@ class Captured:
             binding.edge.put(child)
         for index, output in self.rebound:
             rebinding.rebind(handles[index], outputs[output])
-        call.handles = outputs
-        result = self.result(call)
+        result = self.result(outputs, tensors, call.returned, call.plain)
         self.pace(controller)
         return result
 
@@ -329,10 +338,18 @@ class Captured:
                 outputs.append(wrap(output.spec, value))
         return outputs
 
+    def settle(self) -> None:
+        """All is known."""
+        if is_straight(self):
+            self.straight = Straight(self)
+
     def matches(self, tensors: list[torch.Tensor]) -> bool:
         """Whether `run` would be used for a call with these tensors, as far as can be told without running anything."""
         try:
-            self.handles(tensors)
+            if self.straight is not None:
+                self.straight.check(self.straight, self, tensors)
+            else:
+                self.handles(tensors)
         except Mismatch:
             return False
         return True

@@ -1,7 +1,8 @@
 """What must be outside of a function for its captured call to be used again: a check of many places that costs little.
 
-A place that has never changed is compared by identity, in one function of straight-line code written for that; a place that changes, as a
-gradient does, is looked up at every call. One that is seen to change for the first time moves from the former to the latter.
+A place that has never changed is compared by identity, in straight-line code written for that, which asks modules for their mode as well; a
+place that changes, as a gradient does, is looked up at every call. One that is seen to change for the first time moves from the former to
+the latter.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ NOTHING: Any = object()
 #: What stands for a place that held a tensor which was not used.
 ANY_TENSOR: Any = object()
 
-#: Places in one function of straight-line code. More, and its arguments no longer fit the short form of an instruction.
+#: Conditions in one function of straight-line code. More, and its arguments no longer fit the short form of an instruction.
 AT_ONCE = 100
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_training = operator.itemgetter("training")
 _backward_hooks = torch._C.TensorBase._backward_hooks.__get__  # type: ignore[attr-defined]
 _accumulated_hooks = torch._C.TensorBase._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
 
@@ -70,10 +70,10 @@ class Guards:
         self.fixed = [child for _, child in fixed]
         #: Those of them that have been seen to change, by position.
         self.loose: dict[int, Edge] = {}
-        self._same: list[Callable[[], bool]] = []
-        self._write()
         self._on = [module.__dict__ for module in modules if module.training]
         self._off = [module.__dict__ for module in modules if not module.training]
+        self._same: Callable[[], bool]
+        self._write()
         self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
         self._hooks += [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
         self._hooked = [child for _, child in ways if isinstance(child, torch.Tensor)]
@@ -99,7 +99,7 @@ class Guards:
     def find(self, tensors: list[torch.Tensor]) -> list[Any]:
         """What is at the places that move, the others being as they must be; or `Mismatch`. ``tensors``: those of the arguments."""
         try:
-            same = all(compare() for compare in self._same)
+            same = self._same()
         except (LookupError, AttributeError, ValueError):  # the last: an empty cell
             same = False
         if not same:
@@ -109,7 +109,7 @@ class Guards:
             if type(child) is not type(self.fixed[at]):
                 raise Mismatch
             self.fixed[at] = child
-        if self._copies != self._children or not all(map(_training, self._on)) or any(map(_training, self._off)):
+        if self._copies != self._children:
             raise Mismatch
         if self._used_hooks and list(map(len, self._used_hooks)) != self._hook_counts:
             raise Mismatch
@@ -129,13 +129,21 @@ class Guards:
         return moved
 
     def _write(self) -> None:
-        """Write the functions that compare what has never changed."""
+        """Write the function that compares what has never changed."""
         edges = enumerate(self.edges[self.moving :])
         still = [(edge, self.fixed[at]) for at, edge in edges if at not in self.loose]
-        self._same = [_comparison(still[at : at + AT_ONCE]) for at in range(0, len(still), AT_ONCE)]
+        code = _Conditions()
+        for edge, child in still:
+            code.place(edge, child)
+        for is_training, modules in ((True, self._on), (False, self._off)):
+            for own in modules:
+                code.mode(own, is_training)
+        self._same = code.function()
 
     def _loosen(self) -> None:
-        """Find the places that have changed, to look them up from now on."""
+        """Find the places that have changed, to look them up from now on; if it is not that, `Mismatch`."""
+        if not all(map(_is_training, self._on)) or any(map(_is_training, self._off)):
+            raise Mismatch
         owners = set(map(id, self._owners))
         loose = dict(self.loose)
         for at, edge in enumerate(self.edges[self.moving :]):
@@ -196,28 +204,65 @@ def _structure(modules: list[torch.nn.Module]) -> list[tuple[Edge, Any]]:
     ]
 
 
-def _comparison(ways: list[tuple[Edge, Any]]) -> Callable[[], bool]:
-    """A function that tells whether what is at each place is the very child given."""
-    names: dict[int, str] = {}
-    bound: dict[str, Any] = {"get": dict.get, "attribute": getattr}
+def _is_training(own: dict[str, Any]) -> bool:
+    return own.get("training", False)
 
-    def name(value: Any) -> str:
-        found = names.get(id(value))
+
+class _Conditions:
+    """Straight-line code that tells whether all of many conditions hold."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], bool]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._terms: list[str] = []
+        self._names: dict[int, str] = {}
+        self._bound: dict[str, Any] = {"get": dict.get, "attribute": getattr}
+
+    def mode(self, own: dict[str, Any], is_training: bool) -> None:
+        """A module, given by its attributes, is in this mode."""
+        self._add(f"{'' if is_training else 'not '}{self._name(own)}['training']")
+
+    def place(self, edge: Edge, child: Any) -> None:
+        """What is there is the very child given."""
+        kind, key = edge.kind, edge.key
+        container, at = self._name(edge.container), repr(key) if type(key) in (str, int) else self._name(key)
+        if kind == "attribute":
+            found = f"attribute({container}, {at})"
+        elif kind == "item" or type(edge.container) is dict:
+            found = f"{container}[{at}]"
+        else:
+            found = f"get({container}, {at})"
+        self._add(f"{found} is {self._name(child)}")
+
+    def function(self) -> Callable[[], bool]:
+        self._end()
+        functions = self._functions
+        if len(functions) == 1:
+            return functions[0]
+        self._clear()
+        self._terms = [f"{self._name(function)}()" for function in functions]
+        return self._written()
+
+    def _add(self, term: str) -> None:
+        self._terms.append(term)
+        if len(self._terms) == AT_ONCE:
+            self._end()
+
+    def _name(self, value: Any) -> str:
+        found = self._names.get(id(value))
         if found is None:
-            found = names[id(value)] = f"_{len(names)}"
-            bound[found] = value
+            found = self._names[id(value)] = f"_{len(self._names)}"
+            self._bound[found] = value
         return found
 
-    terms = []
-    for (kind, container, key), child in ways:
-        at = repr(key) if type(key) is str or type(key) is int else name(key)
-        if kind == "attribute":
-            place = f"attribute({name(container)}, {at})"
-        elif kind == "item" or type(container) is dict:
-            place = f"{name(container)}[{at}]"
-        else:
-            place = f"get({name(container)}, {at})"
-        terms.append(f"{place} is {name(child)}")
-    arguments = ", ".join(f"{name}={name}" for name in bound)
-    exec(f"def same({arguments}): return {' and '.join(terms)}", bound)
-    return bound["same"]
+    def _end(self) -> None:
+        if self._terms:
+            self._functions.append(self._written())
+            self._clear()
+
+    def _written(self) -> Callable[[], bool]:
+        arguments = ", ".join(f"{name}={name}" for name in self._bound)
+        exec(f"def same({arguments}): return {' and '.join(self._terms) or True}", self._bound)
+        return self._bound.pop("same")

@@ -29,7 +29,7 @@ from .reads import Read
 from .recorder import Key, Put, Recorder, copying
 from .repeats import SentAgain, once
 from .replay import Replay, joined
-from .results import maker_of
+from .results import Bind, maker_of
 from .wiring import Wiring
 
 
@@ -159,6 +159,7 @@ class Recording:
         del backwards
         if is_hidden(made - read_later, [*self.outer.handles, *self.handles], recorder):
             recorder.refuse("a tensor made in the function is kept where dtorch.compile cannot see")
+        captured.settle()
         return captured
 
     def _composed(self, commands: list[Command], kept: set[int]) -> list[list[Segment]]:
@@ -214,7 +215,7 @@ class Recording:
         for edge, _, output in self.changes:
             if output in differentiable:
                 edge.put(call.handles[output])
-        self.result = captured.result(call)
+        self.result = captured.result(call.handles, call.tensors, call.returned, call.plain)
         self.handles = call.handles
 
     def _find_outputs(self, captured: Captured, made: set[int]) -> None:
@@ -228,32 +229,28 @@ class Recording:
         self.given_back: list[Any] = []
         before = {id(t): i for i, t in enumerate(self.arguments.tensors)}
 
-        def of_tensor(tensor: torch.Tensor) -> Any:
+        def of_tensor(tensor: torch.Tensor, bind: Bind) -> str:
             if id(tensor) in before:
-                index = before[id(tensor)]
                 self.given_back.append(tensor)
-                return lambda call: call.tensors[index]
+                return f"tensors[{before[id(tensor)]}]"
             if type(tensor) is Tensor and tensor._spec is not None:
                 if self.before.saw(tensor) and tensor._value.id not in made:
                     captured.returned.append(self.outer.edge_of(tensor))
                     self.returned.append(tensor)
-                    at = len(self.returned) - 1
-                    return lambda call: call.returned[at]
-                number = self._handle(tensor)
-                return lambda call: call.handles[number]
+                    return f"returned[{len(self.returned) - 1}]"
+                return f"handles[{self._handle(tensor)}]"
             plain = tensor._host.plain if type(tensor) is Tensor else tensor
             if type(plain) not in PLAIN or (type(tensor) is Tensor and tensor._host.root.joined is not None):
                 self.recorder.refuse(f"it returns a {type(tensor).__name__} that is not of the mesh")
-                return lambda call: tensor
+                return bind(tensor)
             node = self.recorder.tape.node(plain)
             self.needed.append(node)
             as_it_was = host.make if type(tensor) is Tensor else lambda found: found
 
-            def make(call: Any) -> Any:
-                found = call.plain(node)
+            def make(found: torch.Tensor) -> torch.Tensor:
                 return as_it_was(found.clone() if node.storage not in captured.variable else found)
 
-            return make
+            return f"{bind(make)}(plain({bind(node)}))"
 
         captured.result = maker_of(self.result, of_tensor, self.before.saw, self.recorder.refuse)
 
