@@ -11,9 +11,8 @@ from typing import Any
 import numpy
 import torch
 
-from ..client import attention, leaves, runtime
+from ..client import attention, inserted, leaves, runtime
 from ..mesh import DeviceMesh
-from ..observe import implicit
 from ..placement import Placement
 from ..tensor import Tensor
 
@@ -106,7 +105,7 @@ def modes() -> tuple[Any, ...]:
         runtime.chosen_mesh(),
         leaves.keeps(),
         tuple(attention.insisted.get().items()),
-        implicit.mode(),
+        inserted.mode,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..client import fresh, host, redistribute, runtime
+from ..client import fresh, host, inserted, redistribute, runtime
 from ..client.handles import wrap
 from ..client.interrupts import critical
 from ..client.leaves import Leaf
@@ -47,6 +47,8 @@ class Backward:
     results: list[tuple[Spec, int] | None]
     #: The forward's values that it reads.
     saved: set[int]
+    #: What it moves that nobody asks for.
+    told: list[inserted.Told]
 
 
 @dataclasses.dataclass(slots=True)
@@ -147,12 +149,16 @@ def _run(state: _State, grads: Sequence[Any]) -> list[Any]:
     ways = {backward.given: backward for backward in gradient.backwards}
     exact = ways.get(tuple(sorted(defined)))
     if exact is not None:
+        _tell([exact], grads, gradient.name)
         return _one(exact, state, grads, defined)
     alone = [ways.get((i,)) for i in sorted(defined)]
     if defined and all(alone):  # a gradient is linear in those of the results
-        return _total([_one(way, state, grads, set(way.given)) for way in alone if way is not None])
+        chosen = [way for way in alone if way is not None]
+        _tell(chosen, grads, gradient.name)
+        return _total([_one(way, state, grads, set(way.given)) for way in chosen])
     # Zeros stand for the others: right unless they meet an infinity.
     backward = min((b for b in gradient.backwards if defined <= set(b.given)), key=lambda b: len(b.given))
+    _tell([backward], grads, gradient.name)
     found = _one(backward, state, grads, defined)
     if any(grad is not None and bool(grad.isnan().any()) for grad in found):
         raise RuntimeError(
@@ -160,6 +166,19 @@ def _run(state: _State, grads: Sequence[Any]) -> list[Any]:
             "makes NaN of zeros for the others: return fewer results, or put those that get gradients first"
         )
     return found
+
+
+def _tell(backwards: list[Backward], grads: Sequence[Any], name: str) -> None:
+    """Tell what they move that nobody asks for, as it was told when they were recorded, and what brings the gradients that are given."""
+    if inserted.mode == "allow":
+        return
+    for backward in backwards:
+        for index, goal in zip(backward.given, backward.specs, strict=True):
+            spec = getattr(grads[index], "_spec", None)
+            if spec is not None and (spec.mesh is not goal.mesh or spec.placements != goal.placements):
+                inserted.tell(f"backward of {name}", [spec], [(spec, goal)], False, None)
+        for told in backward.told:
+            inserted.tell(*told)
 
 
 def _total(found: list[list[Any]]) -> list[Any]:
@@ -175,7 +194,7 @@ def _one(backward: Backward, state: _State, grads: Sequence[Any], defined: set[i
     """The gradients of the inputs by one recorded backward."""
     gradient = state.gradient
     given = [
-        fresh.filled(spec, 0) if grads[i] is None else _brought(grads[i], spec)
+        fresh.filled(spec, 0) if grads[i] is None else _brought(grads[i], spec, gradient.name)
         for i, spec in zip(backward.given, backward.specs, strict=True)
     ]
     numbers = [draw_key() if number is None else state.numbers[number] for number in backward.numbers]
@@ -208,7 +227,7 @@ def _issue(backward: Backward, state: _State, given: list[Any], numbers: list[An
     return values
 
 
-def _brought(grad: Any, spec: Spec) -> Any:
+def _brought(grad: Any, spec: Spec, name: str) -> Any:
     """A gradient as the program takes it."""
     if type(grad) is not Tensor or grad._spec is None:
         plain = grad._host.plain if type(grad) is Tensor else grad
@@ -217,7 +236,8 @@ def _brought(grad: Any, spec: Spec) -> Any:
         with torch.no_grad():
             if grad._spec.placements != spec.placements or grad._spec.mesh is not spec.mesh:
                 own = grad._spec
-                grad = redistribute.move(grad, Spec.of(spec.mesh, spec.placements, own.shape, own.stride, own.dtype))
+                goal = Spec.of(spec.mesh, spec.placements, own.shape, own.stride, own.dtype)
+                grad = redistribute.move(grad, goal, f"backward of {name}")
             if grad.stride() != spec.stride:
                 grad = grad.contiguous()
     return grad
@@ -325,6 +345,7 @@ def backward_of(recorded: Any, name: str, position: dict[int, int], forward: Rec
         [forward.keys.get(number) for number in recorder.numbers],
         results,
         saved,
+        recorder.told,
     )
 
 

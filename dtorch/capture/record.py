@@ -12,6 +12,7 @@ import torch
 from ..client import host, runtime
 from ..client.handles import wrap
 from ..client.values import Value
+from ..errors import ImplicitCommunication
 from ..program.compose import Command, Segment, compose
 from ..sharding.spec import mesh_id
 from ..tensor import Tensor
@@ -186,6 +187,9 @@ class Recording:
         read = {i for i, value in enumerate(self.outer.values) if value.id in used}
         try:
             outputs, inputs, found, reach = differentiate(self.handles, self.outer.handles, read, self.recorder)
+        except ImplicitCommunication:  # which is raised by a backward, if there will be one
+            self.recorder.refuse("its backward communicates, which set_implicit_communication('error') refuses")
+            return None, []
         except (
             RuntimeError
         ) as error:  # the graph is used up, or its tensors were written: told when there is a backward

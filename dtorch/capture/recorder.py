@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..client import lines, runtime, torch_internals, values_out, watch
+from ..client import inserted, lines, runtime, torch_internals, values_out, watch
 from ..client.controller import Controller
 from ..client.handles import tensors_in
 from ..client.random_ops import draw_key
@@ -94,6 +94,8 @@ class Recorder:
         #: What every call does on the client, in order.
         self.items: list[Any] = []
         self.puts: dict[int, Put] = {}
+        #: What was told of moves that nobody asks for.
+        self.told: list[inserted.Told] = []
         self.refused: str | None = None
         #: Why the call after this one will not do the same, though it may well be captured.
         self.passing: str | None = None

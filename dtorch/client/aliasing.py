@@ -18,6 +18,7 @@ from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
+from . import inserted
 from .controller import Controller
 from .interrupts import critical
 from .values import OLDEST, Copy, Taken, Value, next_value_id
@@ -52,6 +53,23 @@ def _constants(value: Any) -> Any:
     return value
 
 
+def tell(tensors: Sequence[Tensor], writes: Sequence[int] = ()) -> None:
+    """An op is about to use placed tensors: tell what `refresh` will move, and `written` for those in ``writes``."""
+    if inserted.mode == "allow":
+        return
+    for index, tensor in enumerate(tensors):
+        copy = tensor._value.copy
+        while copy is not None:
+            plan = plan_op(copy.info, copy.args, copy.kwargs, [copy.parent_spec])
+            moves = list(plan.moves) if copy.generation != copy.parent.root.generation else []
+            if index in writes and _written_slice(copy, plan) is None:
+                there = copy.parent_spec.with_placements(plan.decision.inputs[0])
+                moves += [(copy.parent_spec, there), (there, copy.parent_spec)]
+            if moves:
+                inserted.tell(copy.info.name, [copy.parent_spec], moves, plan.decision.gathered, plan.call)
+            copy = copy.parent.copy
+
+
 @critical
 def refresh(controller: Controller, value: Value) -> None:
     """Make the copy whose memory ``value`` is agree with its parent. The caller holds the lock."""
@@ -77,45 +95,51 @@ def written(controller: Controller, value: Value) -> None:
     root = value.root
     root.generation += 1
     copy = value.copy
+    brought: list[int] = []
     while copy is not None:
         copy.generation = root.generation
-        _write_back(controller, copy)
+        brought.append(copy.id)
+        _write_back(controller, copy, brought)
         copy = copy.parent.copy
 
 
-def _write_back(controller: Controller, copy: Copy) -> None:
-    """Write the copy's memory to the part of its parent that it views."""
+def _write_back(controller: Controller, copy: Copy, brought: list[int]) -> None:
+    """Write the copy's memory to the part of its parent that it views.
+
+    If that fails nothing that should have agreed may be read: not ``brought`` either, this copy and those that it was written from.
+    """
     plan = plan_op(copy.info, copy.args, copy.kwargs, [copy.parent_spec])
     numbers = _numbers(copy)
-    spec = copy.parent_spec
-    builder = Builder(spec.mesh, 2, len(numbers))
-    slice_of = _as_slice(copy)
-    if slice_of is not None and _only_unsharded(plan, copy, slice_of[0]) and slice_of[0] not in expanded.repeated(spec):
-        _write_slice(builder, copy, slice_of)
+    builder = Builder(copy.parent_spec.mesh, 1 + len(brought), len(numbers))
+    own = len(brought)
+    slice_of = _written_slice(copy, plan)
+    if slice_of is not None:
+        _write_slice(builder, own, copy, slice_of)
     else:
-        _write_view(builder, copy, plan)
+        _write_view(builder, own, copy, plan)
+    builder.body.append(Local("dtorch.agreed", [[Slot(1 + i) for i in range(len(brought))]], {}, []))
     program = controller.define(builder.program(f"write back {copy.info.name}", []))
-    controller.issue([program, copy.parent.id, copy.id, *numbers, *builder.operands], copy.info.name)
+    controller.issue([program, copy.parent.id, *brought, *numbers, *builder.operands], copy.info.name)
 
 
-def _write_view(builder: Builder, copy: Copy, plan: Plan) -> None:
+def _write_view(builder: Builder, own: int, copy: Copy, plan: Plan) -> None:
     """Take the view of a redistributed copy of the parent, write that, and bring it back."""
     spec = copy.parent_spec
     there = spec.with_placements(plan.decision.inputs[0])
     whole = expanded.reshard(builder, 0, spec, there)
     outs = write_op(builder, copy.info, plan.call, plan.decision, [whole], copy.info.name)
-    expanded.assign(builder, outs[copy.output], 1, copy.spec)
+    expanded.assign(builder, outs[copy.output], own, copy.spec)
     back = expanded.reshard(builder, whole, there, spec)
     expanded.assign(builder, 0, back, spec)
 
 
-def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, int, bool]) -> None:
+def _write_slice(builder: Builder, own: int, copy: Copy, slice_of: tuple[int, int, int, int, bool]) -> None:
     """Each device writes what falls into its own part of the sliced dim: nothing moves."""
     dim, start, stop, step, squeezed = slice_of
-    source = 1
+    source = own
     if squeezed:
         source = builder.slot()
-        builder.op("aten.unsqueeze.default", [Slot(1), dim], [source])
+        builder.op("aten.unsqueeze.default", [Slot(own), dim], [source])
     operands: list[Operand] = [builder.operand(n) for n in (start, stop, step)]
     spec = copy.parent_spec
     target, source = expanded.once(builder, 0, spec), expanded.once(builder, source, spec)
@@ -128,6 +152,14 @@ def _write_slice(builder: Builder, copy: Copy, slice_of: tuple[int, int, int, in
             [builder.layout(spec.placements, tuple(spec.shape))],
         )
     )
+
+
+def _written_slice(copy: Copy, plan: Plan) -> tuple[int, int, int, int, bool] | None:
+    """The slice as which a write through the copy reaches its parent without communication; None where it does not."""
+    found = _as_slice(copy)
+    if found is None or not _only_unsharded(plan, copy, found[0]) or found[0] in expanded.repeated(copy.parent_spec):
+        return None
+    return found
 
 
 def _as_slice(copy: Copy) -> tuple[int, int, int, int, bool] | None:

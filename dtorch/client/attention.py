@@ -22,7 +22,7 @@ from ..sharding.layout import stride_order
 from ..sharding.plan import common_mesh
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import attention_composed, host, issuing, lines, random_ops, runtime, torch_internals
+from . import aliasing, attention_composed, host, inserted, issuing, lines, random_ops, runtime, torch_internals
 from .handles import wrap
 
 aten = torch.ops.aten
@@ -248,13 +248,12 @@ def _planned(make: Any, key: tuple) -> tuple[int, AttentionPlan]:
 
 
 def _run(make: Any, key: tuple, tensors: list[Any], numbers: tuple[float, float, int]) -> list[Tensor]:
-    from . import dispatch
-
     controller = runtime.controller()
     program, plan = _planned(make, key)
     if plan.moves:
         specs = [t._spec for t in tensors]
-        dispatch.tell("scaled_dot_product_attention", specs, plan.moves, False, None)
+        inserted.tell("scaled_dot_product_attention", specs, plan.moves, False, None)
+    aliasing.tell(tensors)
     operands = [*numbers, *plan.operands]
     values = issuing.run(controller, program, tensors, plan.outputs, operands, "scaled_dot_product_attention")
     return [wrap(spec, value) for spec, value in zip(plan.outputs, values, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from ..sharding import checks
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import host
+from . import host, inserted
 from .handles import tensors_in
 from .rebinding import rebind
 
@@ -83,6 +83,9 @@ def _store(info: Any, out: Any, value: Any) -> None:
         value = host.from_plain(value, out.device_mesh)
     value = value.to(out.dtype)
     if out._spec is not None and value.device_mesh == out._spec.mesh and value.ndim == len(out._spec.shape):
+        if value._spec is not None:
+            goal = value._spec.with_placements(out._spec.placements)
+            inserted.tell(info.name, [value._spec], [(value._spec, goal)], False, None)
         value = value.redistribute(out._spec.mesh, out._spec.placements)
     rebind(out, value)
 

@@ -17,12 +17,12 @@ from ..mesh import DeviceMesh
 from ..sharding import shapes
 from ..sharding.choose import Weighed
 from ..sharding.forms import form_of, resized, serves_its_form
-from ..sharding.plan import Choice, Plan, check, completions, decide, describe, plan_gathered, write_plan
+from ..sharding.plan import Choice, Plan, check, completions, decide, describe, plan_gathered, returns, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
-from ..sharding.strategy import Call, TensorArg
+from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
-from . import aliasing, host, issuing, kept, lines, runtime
+from . import aliasing, host, inserted, issuing, kept, lines, runtime
 from .controller import LARGE_BYTES, Controller
 from .handles import describe as describe_handle
 from .handles import tensors_in, wrap, wrap_view
@@ -55,9 +55,6 @@ _INFOS: dict[int, CallInfo] = {}
 _PLANS = Recent(PLANS_KEPT)
 #: By their form: a plan that serves every call of it, or what each chooses among.
 _FORMS = Recent(PLANS_KEPT)
-
-#: Called with the arguments of `tell` before an op moves its inputs, or completes a reduction.
-before_moves: list[Any] = []
 
 #: Follows the type of a number in a key if the number `enlarges`: then pending sums may not be scaled by it.
 ENLARGES = object()
@@ -131,6 +128,8 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         if plan is None:  # an optimizer's, of a model whose stages have meshes of their own
             return _one_by_one(info, args, kwargs)
         _PLANS.put(key, plan)
+    if inserted.mode != "allow":
+        aliasing.tell(tensors, plan.writes)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
@@ -314,8 +313,9 @@ def execute(
                 return call(info, *_with_tensors(args, kwargs, whole))
         completed = completions(plan) if type(plan) is Choice else plan.completed
         if plan.moves or completed:
-            moves = (*plan.moves, *completed)
-            tell(info.name, [t._spec for t in tensors], moves, plan.decision.gathered, plan.call)
+            specs = [t._spec for t in tensors]
+            moves = (*plan.moves, *completed, *returns(plan, specs))
+            inserted.tell(info.name, specs, moves, plan.decision.gathered, plan.call)
         if type(plan) is Choice:
             copies = kept.brought(plan, tensors, info.name, controller)
             if copies is not None:
@@ -430,12 +430,6 @@ def execute_simple(
     return result
 
 
-def tell(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None) -> None:
-    """An op is about to run on tensors that it moves first, or to complete a reduction."""
-    for look in before_moves:
-        look(name, specs, moves, gathered, call)
-
-
 def call_gathered(
     info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[Any], controller: Controller
 ) -> Any:
@@ -448,7 +442,8 @@ def call_gathered(
     mesh = plan.mesh
     controller.mesh(mesh)
     if plan.moves:
-        tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
+        inserted.tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
+    aliasing.tell(tensors)
     program = controller.define(plan.program)
     values = issuing.queue(controller, program, tensors, count, [*numbers, *plan.operands], info.name)
     described = controller.describe([v.id for v in values], mesh)

@@ -18,7 +18,7 @@ from ..sharding.builder import ArgWriter, Builder
 from ..sharding.layout import stride_order
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import fresh, host, issuing, runtime, watch
+from . import aliasing, fresh, host, inserted, issuing, runtime, watch
 from .handles import wrap
 
 aten = torch.ops.aten
@@ -94,6 +94,7 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(f"{info.name}: expected a CPU generator, got one of {generator.device}")
     if generator is not None or runtime.controller().config.random == "torch":
+        _tell_of_fetching(info, args, kwargs)
         return on_client(info, args, kwargs)
     if info.op in SEEDED:
         return seeded(info, args, kwargs)
@@ -158,7 +159,6 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     watch.refuse(
         "random numbers are drawn on the client (random='torch', an explicit generator, or an op that needs whole tensors)"
     )
-    fills = info.op in FILLS or info.op in INTEGER_FILLS
     mesh, like = None, None
     writes: list[tuple[Tensor, torch.Tensor]] = []
 
@@ -169,7 +169,7 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             mesh = spec.mesh
             like = like or spec
             plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
-            if not fills:
+            if info.op in SEEDED:
                 plain.copy_(value.to_torch())
             if info.by_name[name].is_write:
                 writes.append((value, plain))
@@ -192,14 +192,31 @@ def on_client(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def seeded(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A random op whose values need more than an element index: drawn from a generator seeded by one key."""
-    if "generator" not in info.by_name:
-        key = draw_key()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key)
-            return on_client(info, args, kwargs)
-    if info.is_mutable:
-        return on_client(info, args, {**kwargs, "generator": torch.Generator().manual_seed(draw_key())})
-    return on_workers(info, args, {name: v for name, v in kwargs.items() if name != "generator"})
+    has_generator = "generator" in info.by_name
+    if has_generator and not info.is_mutable:
+        return on_workers(info, args, {name: v for name, v in kwargs.items() if name != "generator"})
+    _tell_of_fetching(info, args, kwargs)
+    key = draw_key()
+    if has_generator:
+        return on_client(info, args, {**kwargs, "generator": torch.Generator().manual_seed(key)})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key)
+        return on_client(info, args, kwargs)
+
+
+def _tell_of_fetching(info: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Its tensors' values are about to come to the client, as they would to every device; those that it writes go back."""
+    if info.op not in SEEDED:
+        return
+    written = {a.name for a in info.written}
+    named = [*zip([a.name for a in info.arguments], args, strict=False), *kwargs.items()]
+    given = [(name, value._spec) for name, value in named if type(value) is Tensor]
+    specs = [spec for _, spec in given]
+    moves = [(spec, spec.replicate()) for spec in specs]
+    moves += [(spec.replicate(), spec) for name, spec in given if name in written]
+    if any(source is not target for source, target in moves):
+        inserted.tell(info.name, specs, moves, True, None)
+    aliasing.tell([value for _, value in named if type(value) is Tensor])
 
 
 def on_workers(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -223,7 +240,8 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ]
     moves = [(t._spec, w) for t, w in zip(tensors, whole, strict=True) if t._spec is not w]
     if moves:
-        dispatch.tell(info.name, [t._spec for t in tensors], moves, True, None)
+        inserted.tell(info.name, [t._spec for t in tensors], moves, True, None)
+    aliasing.tell(tensors)
     written, by_name = ArgWriter(info, builder, slots, {}).write(metas, named)
     specs = [
         Spec.of(mesh, whole[0].placements, *meta) for meta in shapes.infer(info.op, metas, named) if meta is not None

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ..client import dispatch, lines
+from ..client import inserted, lines
 from ..errors import ImplicitCommunication
 from ..sharding import transfer
 from ..sharding.rules import rule_for
@@ -17,8 +17,6 @@ from . import recording
 MODES = ("allow", "warn", "error")
 #: Strategies that a message lists at most.
 LISTED = 6
-
-_mode = "allow"
 
 
 class set_implicit_communication:
@@ -46,36 +44,26 @@ class set_implicit_communication:
     """
 
     def __init__(self, mode: str) -> None:
-        global _mode
         if mode not in MODES:
             raise ValueError(
                 f"set_implicit_communication(): mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}"
             )
-        self._before = _mode
-        _mode = mode
+        self._before = inserted.mode
+        inserted.mode = mode
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        global _mode
-        _mode = self._before
+        inserted.mode = self._before
 
 
-def inserted(
-    name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None
-) -> None:
-    """An op is about to run on tensors that it moves first: ``call`` as its rule sees it, if it has one."""
-    if _mode != "allow":
+def _told(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None) -> None:
+    if inserted.mode != "allow":
         _object(name, specs, moves, call)
     if gathered:
         for one in recording.ACTIVE:
             one._gathered(name, specs)
-
-
-def mode() -> str:
-    """What is set now, one of `MODES`."""
-    return _mode
 
 
 def _object(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], call: Call | None) -> None:
@@ -88,7 +76,7 @@ def _object(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], ca
     if not moved:
         return
     message = _message(name, call, specs, moved)
-    if _mode == "error":
+    if inserted.mode == "error":
         raise ImplicitCommunication(message)
     warnings.warn(message, stacklevel=2)
 
@@ -116,4 +104,4 @@ def _accepted(call: Call) -> list[str]:
     return texts if len(texts) <= LISTED else [*texts[:LISTED], "…"]
 
 
-dispatch.before_moves.append(inserted)
+inserted.before_moves.append(_told)

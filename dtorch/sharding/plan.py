@@ -295,6 +295,12 @@ def completions(plan: Choice | Plan) -> tuple[tuple[Spec, Spec], ...]:
     return tuple(found)
 
 
+def returns(plan: Choice | Plan, specs: Sequence[Spec]) -> list[tuple[Spec, Spec]]:
+    """What is computed on copies of inputs that are written, elsewhere, and brought back: from where, and to where."""
+    there = [(spec.with_placements(plan.decision.inputs[i]), spec) for i, spec in enumerate(specs) if i in plan.writes]
+    return [(source, target) for source, target in there if source is not target]
+
+
 def _is_completed(decision: Decision, placements: PlacementList) -> bool:
     return any(is_partial(p) and (decision.finish or p.reduce_op != "sum") for p in placements)  # type: ignore[attr-defined]
 

@@ -31,6 +31,12 @@ def slice_write(
     return ()
 
 
+@device_function("dtorch.agreed", writes=(0,))
+def agreed(here: Here, copies: list[torch.Tensor]) -> tuple[()]:
+    """Nothing, at the end of what brings a write to all of ``copies``: they count as written by it, so that its failure is theirs."""
+    return ()
+
+
 @device_function("dtorch.full")
 def full(here: Here, value: complex, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(here.output_shape(), value, dtype=dtype, device=here.device)

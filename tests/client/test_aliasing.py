@@ -12,6 +12,9 @@ import torch
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
+from dtorch.client import aliasing
+from dtorch.errors import RemoteError
+from dtorch.program.ir import Slot
 
 from .same import every_layout, same
 
@@ -147,3 +150,27 @@ def test_what_torch_gives_back_as_it_is(mode: Any, same_tensor: Callable[[torch.
         found += 1
         expected += 1
         same(x, plain)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_write_that_does_not_reach_the_base_is_nobodys(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that should have agreed may be read, wherever on the way from the copy of a copy it failed."""
+    write, calls = aliasing._write_slice, []
+
+    def fail(builder: Any, *rest: Any) -> None:
+        calls.append(builder)
+        if len(calls) == failing:
+            builder.op("aten.view.default", [Slot(0), [-7]], [builder.slot()])
+        write(builder, *rest)
+
+    monkeypatch.setattr(aliasing, "_write_slice", fail)
+    x = dtorch.distribute_tensor(torch.ones(4, 4), dtorch.DeviceMesh("cpu", MESHES["2x2"]), [Shard(0), Shard(1)])
+    other = x.clone()
+    row = x[1]
+    element = row[2]
+    element.fill_(5)
+    assert len(calls) == 2
+    for alias in (element, element.view(1), row, row[1:], x, x.t(), x[0], x[1, 2]):
+        with pytest.raises(RemoteError, match="invalid shape"):
+            alias.to_torch()
+    assert other.sum().item() == 16

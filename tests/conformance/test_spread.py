@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import adapters, databases, known, memory
+from . import adapters, databases, known, memory, told
 from .checks import Grid
 from .outcome import Outcome
 from .placements import MESHES, VARIANTS
@@ -102,12 +102,15 @@ def report(outcomes: list[Outcome]) -> str:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_simulated(simulation: adapters.Adapter, part: int) -> None:
     listed = known.load()
-    found = [
-        one for entry in databases.select(("*",), part, PARTS) for one in entry.run(simulation, spread(entry.name))
-    ]
+    found, untold = [], []
+    for entry in databases.select(("*",), part, PARTS):
+        with told.watching() as more:
+            found += entry.run(simulation, spread(entry.name))
+        untold += [f"{entry.name}: {one}" for one in more]
     assert found
     failures = known.unexpected(found, listed)
     assert not failures, report(failures)
+    assert not untold
 
 
 @pytest.mark.parametrize("name", ON_PROCESSES)
