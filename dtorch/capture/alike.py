@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..client import attention, leaves, runtime
-from ..observe import implicit
+from ..client import attention, inserted, leaves, runtime
 from ..tensor import Tensor
 from .arguments import modes
 from .captured import Captured
@@ -119,7 +118,7 @@ class _Writer:
             f"{self.bind(torch.get_default_dtype)}() is {self.bind(dtype)}",
             f"{self.bind(runtime.chosen_mesh)}() is {self.bind(mesh)}",
             f"{self.bind(leaves.keeps)}() is {keeps}",
-            f"{self.bind(implicit.mode)}() == {objects!r}",
+            f"{self.bind(inserted)}.mode == {objects!r}",
         ]
         if autocast or insisted:
             self.conditions.append(f"{self.bind(modes)}() == {self.bind(modes())}")
