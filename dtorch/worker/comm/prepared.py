@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...memory_pool import SMALLEST_BYTES
+from ... import memory_pool
 from ...sharding.layout import Box, box_shape
 from ...sharding.pieces import Piece
 from ...sharding.transfer import Transfer
@@ -27,7 +27,7 @@ from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, LARGE_CREDIT, Control
 from .links import HEADER, WHOLE, Link
 
 #: Larger values take longer to copy than to plan for.
-MOST_BYTES = SMALLEST_BYTES
+MOST_BYTES = 1 << 20
 
 Publish = Callable[[torch.Tensor], None]
 """Lets the others read a value, in the transfers that their links have just been counted up to."""
@@ -169,18 +169,29 @@ def _index(box: Box, shape: torch.Size | None) -> tuple[slice, ...] | None:
 
 def _finish_of(transfer: Transfer) -> Callable[[list[torch.Tensor]], torch.Tensor] | None:
     """The torch call that makes the result, fresh and contiguous, of its pieces."""
-    terms, shape = transfer.terms, transfer.shape
+    terms, shape, dtype = transfer.terms, transfer.shape, transfer.dtype
     assert shape is not None
+    pooled = math.prod(shape) * dtype.itemsize >= memory_pool.SMALLEST_BYTES
+    out = functools.partial(memory_pool.empty, shape, dtype)
     if len(terms) > 1:
         if transfer.zeros or any(len(term) != 1 or box_shape(term[0].target) != shape for term in terms):
             return None
-        return functools.partial(_reduced, transfer.reduce_op, shape)
+        op = transfer.reduce_op
+        if pooled:
+            return lambda parts: combine_all(op, parts, out())
+        return functools.partial(_reduced, op, shape)
     if transfer.zeros or not terms or not terms[0]:
         return None
     if len(terms[0]) == 1:
+        if pooled:
+            return lambda parts: out().copy_(parts[0])
         return lambda parts: parts[0].clone(memory_format=torch.contiguous_format)
     dim = _cut_dim(terms[0], shape)
-    return None if dim is None else lambda parts: torch.cat(parts, dim)
+    if dim is None:
+        return None
+    if pooled:
+        return lambda parts: torch.cat(parts, dim, out=out())
+    return lambda parts: torch.cat(parts, dim)
 
 
 def _reduced(op: str, shape: tuple[int, ...], parts: list[torch.Tensor]) -> torch.Tensor:
