@@ -19,7 +19,7 @@ from dtorch.placement import PARTIAL, PlacementList, partial, shard
 from dtorch.placement import REPLICATE as R
 from dtorch.sharding.layout import local_box
 from dtorch.sharding.transfer import Transfer, steps
-from dtorch.worker.comm import shared
+from dtorch.worker.comm import shared, streams
 from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
 from dtorch.worker.comm.process_groups import ProcessGroups
@@ -164,6 +164,25 @@ def test_every_transfer_gives_what_plain_torch_gives() -> None:
         [0, 1, 2, 3],
         lambda device, communicator: check_every_case(device, functools.partial(exchange, communicator), times=3),
     )
+
+
+def test_every_transfer_while_values_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large ones do: a few numbers at a time, read while the next ones are copied in."""
+    monkeypatch.setattr(shared, "GROWING_BYTES", 1)
+    monkeypatch.setattr(streams, "_GROWN_BYTES", 48)
+
+    def work(device: int, communicator: SharedMemory) -> None:
+        check_every_case(device, functools.partial(exchange, communicator))
+        if device == 3:
+            return
+        poison, shape = Poison((1, 77)), (30, 5)
+        (step,) = steps(LINE, PlacementList([shard(0)]), LINE, PlacementList([R]), shape, torch.float32, device)
+        assert exchange(communicator, step, poison if device == 1 else torch.ones(10, 5)) == poison
+        for layout in laid_out(torch.full((10, 5), float(device))):
+            expected = torch.arange(3.0).repeat_interleave(10)[:, None].expand(shape)
+            assert torch.equal(exchange(communicator, dataclasses.replace(step), layout), expected)
+
+    run_forked([0, 1, 2, 3], work)
 
 
 def laid_out(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
 """What one device's transfers with another need to know, and the entries by which it is told of them.
 
-An entry: [how far, offset, poison's device or `WHOLE` or `STREAMED`, poison's sequence number or elements of a slab, number of dims,
-*shape].
+An entry: [how far, offset, poison's device or how it comes, poison's sequence number or elements of a part, number of dims, *shape].
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ HEADER = 5
 MAX_DIMS = ENTRY - HEADER
 #: The value lies at the offset.
 WHOLE = -1
+#: It grows at the offset, part by part.
+GROWING = -3
 #: There was no room: it comes slab by slab, through a window at the offset.
 STREAMED = -2
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ... import memory_pool
-from ...raw import copy
 from .arena import Arena
 from .control import Control
 
@@ -68,14 +67,16 @@ class Publications:
             return None
         return self._made_here.pop(value.data_ptr())
 
-    def copy_in(self, value: torch.Tensor, readers: list[Reader], may_wait: bool) -> int | None:
-        """Copy ``value`` into a block, and have it freed when all have read it; its offset, None if there is no room.
+    def place(
+        self, value: torch.Tensor, readers: list[Reader], may_wait: bool
+    ) -> tuple[int, torch.Tensor | None] | None:
+        """Where ``value`` is to be read, and the tensor there that it has yet to be copied to; None if there is no room.
 
-        ``may_wait``: for earlier ones to be read.
+        It is freed when all have read it. ``may_wait``: for earlier ones to be read.
         """
         nbytes = value.nbytes
         if not nbytes:
-            return 0
+            return 0, None
         waiting = self.free_read()
         if may_wait:
             while self.waiting and waiting + nbytes > _WAITING_BYTES:
@@ -85,13 +86,12 @@ class Publications:
         if made_here is not None:
             self.arena.share(made_here)
             self.waiting.append((made_here, nbytes, readers))
-            return made_here
+            return made_here, None
         if not self.arena.fits(nbytes) and not self._make_room(nbytes, may_wait):
             return None
         offset = self.arena.allocate(nbytes)
         self.waiting.append((offset, nbytes, readers))  # also if copying fails: its readers depart all the same
-        copy(self.arena.region.view(offset, tuple(value.shape), value.dtype), value)
-        return offset
+        return offset, self.arena.region.view(offset, tuple(value.shape), value.dtype)
 
     def _make_room(self, nbytes: int, may_wait: bool) -> bool:
         assert self.arena.limit is not None

@@ -25,6 +25,7 @@ import torch
 
 from ... import memory_pool
 from ...errors import WorkerLost
+from ...raw import copy
 from ...sharding.rearrange import Shift
 from ...sharding.transfer import Half, Transfer
 from ..assemble import assemble
@@ -32,10 +33,22 @@ from ..poison import Poison
 from .all_reduce import chunks_of, fill, part_of, reduce_shares
 from .arena import FIRST_DEVICE, Arena, Region, size_of
 from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, LARGE_CREDIT, Control
-from .links import HEADER, MAX_DIMS, STREAMED, WHOLE, Link, poisoned, shape_at
+from .links import GROWING, HEADER, MAX_DIMS, STREAMED, WHOLE, Link, poisoned, shape_at
 from .prepared import Prepared, Ring, collector, is_small, publisher, slots_of
 from .publications import Publications, Reader
-from .streams import Incoming, Outgoing, Slabs, Window, addends_of, reduced, slabs_of, step_through
+from .streams import (
+    GROWING_BYTES,
+    Incoming,
+    Outgoing,
+    Slabs,
+    Window,
+    addends_of,
+    grow,
+    growing,
+    reduced,
+    slabs_of,
+    step_through,
+)
 
 _KEPT_VIEWS = 1024
 _KEPT_TRANSFERS = 4096
@@ -129,8 +142,8 @@ class SharedMemory:
         numbers, outgoing = self._under_way.popleft()
         try:
             link = self._links[shift.sender]
-            found = self._read(link, shift.dtype, numbers[link.peer])
             on_cpu = shift.device_type == "cpu"
+            found = self._read(link, shift.dtype, numbers[link.peer], while_it_grows=on_cpu)
             if isinstance(found, Incoming):
                 result = memory_pool.empty(found.slabs.shape, found.dtype)
                 found.want(tuple((0, size) for size in result.shape), result)
@@ -235,24 +248,35 @@ class SharedMemory:
             except Exception:  # nothing is shown yet; what follows fails too, and says so
                 pass
         readers = self._readers(links)
-        entry = outgoing = None
+        entry = outgoing = grows = None
         try:
             if isinstance(value, Poison):
                 entry = poisoned(value)
             else:
                 value = self._sendable(value)
                 # Whoever reads what is under way may first wait for what is to be published here.
-                offset = self._sent.copy_in(value, readers, may_wait=not self._under_way)
-                if offset is None:
+                placed = self._sent.place(value, readers, may_wait=not self._under_way)
+                if placed is None:
                     outgoing = self._outgoing(links, value.clone() if begins else value)
                     entry = array(
                         "q", (outgoing.window.offset, STREAMED, outgoing.slabs.elements, value.ndim, *value.shape)
                     )
-                else:
+                elif placed[1] is None or value.nbytes < GROWING_BYTES:
+                    offset, block = placed
+                    if block is not None:
+                        copy(block, value)
                     entry = array("q", (offset, WHOLE, 0, value.ndim, *value.shape))
+                else:
+                    entry = array("q", (placed[0], GROWING, growing(value).elements, value.ndim, *value.shape))
+                    grows = placed[1]
         finally:
-            part = COUNTED if outgoing is None else ANNOUNCED
+            part = COUNTED if outgoing is None and grows is None else ANNOUNCED
             self._announce(links, entry or poisoned(Poison((self._device, sequence))), part)
+        if grows is not None:
+            try:
+                grow(self._control, self._device, links, grows, value)  # type: ignore[arg-type]
+            except Exception as error:  # the others read already: there is no way on from here
+                raise WorkerLost(f"device {self._device} cannot send {tuple(grows.shape)}: {error}") from error
         return outgoing
 
     def _outgoing(self, links: list[Link], value: torch.Tensor) -> Outgoing:
@@ -310,13 +334,16 @@ class SharedMemory:
         result: torch.Tensor | Poison | None = None
         addends = None
         incoming: list[Incoming] = []
+        # Addends are combined where they are, without copies.
+        while_it_grows = len(transfer.terms) == 1 and transfer.source_type == transfer.target_type == "cpu"
         try:
             for device in transfer.sources:
                 if device == self._device:
                     source: torch.Tensor | Poison | Incoming | None = value
                 else:
                     link = self._links[device]
-                    source = self._read(link, transfer.dtype, link.count if numbers is None else numbers[device])
+                    number = link.count if numbers is None else numbers[device]
+                    source = self._read(link, transfer.dtype, number, while_it_grows)
                 if isinstance(source, torch.Tensor):
                     sources[device] = source if transfer.source_type == "cpu" else source.cpu()
                 elif isinstance(source, Incoming):
@@ -341,12 +368,18 @@ class SharedMemory:
             return result
         return result.to(torch.device(transfer.target_type, self._device))
 
-    def _read(self, link: Link, dtype: torch.dtype, number: int) -> torch.Tensor | Poison | Incoming:
+    def _read(
+        self, link: Link, dtype: torch.dtype, number: int, while_it_grows: bool
+    ) -> torch.Tensor | Poison | Incoming:
         """What the other has published for the ``number``-th transfer with it, in its own memory."""
         at = link.arrivals + number % CREDIT * ENTRY
         self._control.wait(link.peer, at, (number - 1) * COUNTED + ANNOUNCED)
-        if self._control.words[at + 2] == STREAMED:
+        comes = self._control.words[at + 2]
+        if comes == STREAMED or (comes == GROWING and while_it_grows):
             return self._incoming(link, at, dtype, number)
+        if comes == GROWING:
+            slabs = self._incoming(link, at, dtype, number).slabs
+            self._control.wait(link.peer, at, (number - 1) * COUNTED + ANNOUNCED + slabs.count)
         return self._published_at(link, at, dtype)
 
     def _published_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison:
@@ -365,13 +398,14 @@ class SharedMemory:
 
     def _whole_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison | None:
         """`_published_at`, None for what comes slab by slab."""
-        return None if self._control.words[at + 2] == STREAMED else self._published_at(link, at, dtype)
+        return None if self._control.words[at + 2] in (STREAMED, GROWING) else self._published_at(link, at, dtype)
 
     def _incoming(self, link: Link, at: int, dtype: torch.dtype, number: int) -> Incoming:
         words = self._control.words
         shape = shape_at(words, at)
         assert not isinstance(shape, Poison)
-        return Incoming(link, number, words[at + 1], dtype, Slabs(shape, words[at + 3]))
+        block = link.region.view(words[at + 1], shape, dtype) if words[at + 2] == GROWING else None
+        return Incoming(link, number, words[at + 1], dtype, Slabs(shape, words[at + 3]), block)
 
     def _link(self, peer: int) -> Link:
         found = self._links.get(peer)

@@ -1,5 +1,9 @@
-"""Values that an arena has no room for: they pass through a window of it, slab by slab.
+"""Large values, slab by slab.
 
+What is large grows in its block while others read: a slab is read while the next one is copied in, both in the caches. The publisher waits
+for nobody.
+
+What an arena has no room for passes through a window of it.
 All members of a transfer go through it in step. In each step one publishes its next slab, if it has any left, reads the others', and
 tells all that it has done so; a slab takes the place of the one `_SLOTS` before it, once all have told that. Whoever is furthest
 behind never waits: the others have published the slabs of its step, and done the steps before the last.
@@ -28,6 +32,25 @@ _SLOTS = 2
 #: The window is this part of the arena, one n-th.
 _PART = 4
 _MOST_SLABS = COUNTED - 2
+#: Values of as many bytes grow, slabs of as many bytes at a time.
+GROWING_BYTES = 1 << 23
+_GROWN_BYTES = 1 << 22
+
+
+def grow(control: Control, device: int, links: Sequence[Link], block: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` into its ``block``, of which the others have been told."""
+    slabs = growing(value)
+    for step in range(1, slabs.count + 1):
+        box = slabs.box(step)
+        cut(block, box).copy_(cut(value, box))
+        for link in links:
+            control.words[link.entries + link.count % CREDIT * ENTRY] = (link.count - 1) * COUNTED + ANNOUNCED + step
+        control.announce(device)
+
+
+def growing(value: torch.Tensor) -> Slabs:
+    """What ``value`` grows by."""
+    return Slabs(tuple(value.shape), _GROWN_BYTES // value.dtype.itemsize)
 
 
 class Window:
@@ -80,13 +103,18 @@ class Outgoing:
 
 @dataclasses.dataclass(slots=True)
 class Incoming:
-    """What another device publishes slab by slab, and the parts of it that are ``wanted``: boxes, and where to copy them."""
+    """What another device publishes slab by slab, and the parts of it that are ``wanted``: boxes, and where to copy them.
+
+    Attributes:
+        block: where all of it comes to be, None if it passes through a window at ``offset``.
+    """
 
     link: Link
     number: int
     offset: int
     dtype: torch.dtype
     slabs: Slabs
+    block: torch.Tensor | None = None
     wanted: list[tuple[Box, torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def want(self, box: Box, target: torch.Tensor) -> None:
@@ -104,7 +132,10 @@ class Incoming:
         at = self.link.arrivals + self.number % CREDIT * ENTRY
         control.wait(self.link.peer, at, (self.number - 1) * COUNTED + ANNOUNCED + step)
         box = self.slabs.box(step)
-        slab = _slab(self.link.region, self.offset, step, self.slabs, box, self.dtype)
+        if self.block is None:
+            slab = _slab(self.link.region, self.offset, step, self.slabs, box, self.dtype)
+        else:
+            slab = cut(self.block, box)
         for wanted, target in self.wanted:
             both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
             if all(start < stop for start, stop in both):
