@@ -22,7 +22,7 @@ from .handles import rebound, tensors_in, wrap
 class HostRoot:
     """The client memory that an uncommitted tensor and its views share, and where it went when one of them joined a mesh.
 
-    ``joined`` is then a placed 1-d tensor over the whole memory, of which each handle becomes a view when it is next used.
+    ``joined`` is then a placed, contiguous tensor over the whole memory, of which each handle becomes a view when it is next used.
     """
 
     __slots__ = ("handles", "joined")
@@ -187,36 +187,48 @@ def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = 
     handle = tensor._host
     plain, root = handle.plain, handle.root
     mesh = intern_mesh(mesh)
-    if root.joined is None and root.handles == 1:
-        spec = Spec.of(mesh, placements or replicated(mesh), plain.shape, None, plain.dtype)
+    is_alone = root.handles == 1
+    is_lazy = plain.is_conj() or plain.is_neg()
+    is_all = plain.is_contiguous() and plain.nbytes == plain.untyped_storage().nbytes() and not is_lazy
+    if root.joined is None and (is_alone or is_all):
+        spec = Spec.of(mesh, (is_alone and placements) or replicated(mesh), plain.shape, None, plain.dtype)
         tensor._value = runtime.controller().put(plain, spec)
         tensor._spec = spec
-        if plain.stride() != spec.stride:
-            _restride(tensor)
+        if plain.stride() != spec.stride or is_lazy:
+            _as_placed(tensor)
+        if not is_alone:
+            root.joined = wrap(spec, tensor._value)
         tensor._host = None
         rebound()
         _tell_leaf(tensor)
         return
+    is_conj, is_neg = plain.is_conj(), plain.is_neg()
+    plain = plain.conj() if is_conj else plain  # which takes the flag off
+    plain = torch._neg_view(plain) if is_neg else plain
     if root.joined is None:
         size = plain.untyped_storage().nbytes() // plain.dtype.itemsize
         whole = torch.as_strided(plain.detach(), (size,), (1,), 0)
         root.joined = from_plain(whole, mesh)
     with torch.no_grad():
-        flat = root.joined
+        flat = root.joined if root.joined.ndim == 1 else root.joined.view(-1)
         if flat.dtype != plain.dtype:
             flat = torch.ops.aten.view.dtype(flat, plain.dtype)
         view = torch.ops.aten.as_strided.default(
             flat, list(plain.shape), list(plain.stride()), plain.storage_offset() if plain.numel() else 0
         )
+        view = view.conj() if is_conj else view
+        view = torch._neg_view(view) if is_neg else view
     tensor._value = view._value
     tensor._spec = view._spec
+    if is_lazy:
+        _as_placed(tensor)
     tensor._host = None
     rebound()
     _tell_leaf(tensor)
 
 
-def _restride(tensor: Tensor) -> None:
-    """The workers hold it contiguous: give the handle the strides it has there."""
+def _as_placed(tensor: Tensor) -> None:
+    """The workers hold it contiguous, or without torch's flag of a lazy view: give the handle the metadata that it has there."""
     torch_internals.set_data(tensor, wrap(tensor._spec, tensor._value))
 
 

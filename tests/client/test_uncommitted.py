@@ -262,6 +262,42 @@ def test_gradients_of_a_leaf_that_joined_have_its_placements() -> None:
     assert v.grad.placements == v.placements == [Shard(0)]
 
 
+def test_a_view_of_all_the_memory_joins_with_nothing_but_its_values() -> None:
+    """Positions, which each step of a decode loop makes anew: ``arange(n).unsqueeze(0)``."""
+    x = dtorch.from_torch(torch.ones(1, 3), dtorch.DeviceMesh("cpu", [0, 1]))
+    base = torch.arange(3, device=x.device)
+    view = base.unsqueeze(0)
+    with dtorch.record() as r:
+        found = x + view
+    assert [one.name for one in r.ops] == ["aten.add.Tensor"]
+    same(found, torch.arange(3)[None] + torch.ones(1, 3))
+    view += 1
+    last = base[1:]
+    base *= 2
+    same(view, torch.tensor([[2, 4, 6]]))
+    same(last, torch.tensor([4, 6]))
+
+
+@pytest.mark.parametrize("take", [torch.conj, lambda u: u.conj().imag], ids=["conj", "imag of conj"])
+@pytest.mark.parametrize("first", ["base", "view", "alone"])
+def test_lazy_views_join_with_their_flag(take: Any, first: str) -> None:
+    values = [1 + 2j, 3 - 1j]
+    x = dtorch.from_torch(torch.ones(2), dtorch.DeviceMesh("cpu", [0, 1]))
+    base, plain = torch.tensor(values, device=x.device), torch.tensor(values)
+    view, expected = take(base), take(plain)
+    if first == "base":
+        same(x + base, plain + 1)
+    elif first == "alone":
+        del base
+    for _ in range(2):
+        same(x + view, expected + 1)
+    if first != "alone":
+        view *= 2
+        expected *= 2
+        same(base, plain)
+    same(view, expected)
+
+
 def test_joined_to_one_mesh_it_is_refused_by_another() -> None:
     x = place(X, "first")
     y = dtorch.from_torch(X, dtorch.DeviceMesh("cpu", [2, 3]), [Shard(0)])
