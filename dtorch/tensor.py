@@ -109,9 +109,7 @@ class Tensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """``device(type='dtorch')``: a factory given it makes a tensor that joins the mesh of what it meets."""
-        from .client import torch_internals
-
-        return torch_internals.device(0)
+        return torch_internals.device()
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
@@ -343,6 +341,8 @@ class Tensor(torch.Tensor):
             >>> ones(2, device_mesh=DeviceMesh("cpu", [0, 1])).to("cpu", torch.float64).device_mesh
             DeviceMesh('cpu', [0, 1])
         """
+        if len(args) + len(kwargs) == 1 and (args[0] if args else kwargs.get("dtype")) is self.dtype:
+            return self  # models cast "to be sure", several times a layer
         from .client import moves
 
         return moves.to(self, args, kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -21,7 +20,7 @@ from ..tensor import Tensor
 from . import inserted
 from .controller import Controller
 from .interrupts import critical
-from .values import OLDEST, Copy, Taken, Value, next_value_id
+from .values import OLDEST, Copy, Root, Value, next_value_id
 
 aten = torch.ops.aten
 
@@ -31,16 +30,18 @@ def view_value(
 ) -> Value:
     """The value of a view of ``base``."""
     value = base._value
-    root = value.root
+    if not plan.detached:
+        return Value(number, root_of(base), value.copy, value if value.copy is not None else None)
+    metas, named = _constants(args), {k: _constants(v) for k, v in kwargs.items()}
+    return Value(number, root_of(base), Copy(number, spec, value, base._spec, info, metas, named, output))
+
+
+def root_of(base: Any) -> Root:
+    """The root of a tensor that is viewed. (A view is a handle of its own, of which nothing tells that it is of a parameter.)"""
+    root = base._value.root
     if getattr(base, "_is_param", False):
         root.born = OLDEST
-    if not plan.detached:
-        view = Value(number, root, value.copy, value if value.copy is not None else None)
-        if plan.is_whole_view and args[0] is base:
-            view.taken = Taken(ref(value), base._spec, info, args[1:], kwargs)
-        return view
-    metas, named = _constants(args), {k: _constants(v) for k, v in kwargs.items()}
-    return Value(number, root, Copy(number, spec, value, base._spec, info, metas, named, output))
+    return root
 
 
 def _constants(value: Any) -> Any:

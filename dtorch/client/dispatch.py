@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import get_default_dtype
@@ -23,13 +24,14 @@ from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, inserted, issuing, kept, lines, runtime
+from .aliasing import root_of
 from .controller import LARGE_BYTES, Controller
 from .handles import describe as describe_handle
 from .handles import tensors_in, wrap, wrap_view
 from .interrupts import critical
 from .recent import Recent
 from .torch_internals import make_wrapper
-from .values import FREED, new_value, next_value_id
+from .values import FREED, Taken, new_value, next_value_id
 
 log = logging.getLogger("dtorch")
 
@@ -132,6 +134,8 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         aliasing.tell(tensors, plan.writes)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
+    if plan.is_view:
+        return execute_view(info, plan, args, kwargs, tensors[0], numbers, controller)
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
 
 
@@ -427,6 +431,34 @@ def execute_simple(
     result._spec = spec
     result._value = made
     controller.ran(plan.nbytes)
+    return result
+
+
+def execute_view(
+    info: CallInfo,
+    plan: Plan,
+    args: Any,
+    kwargs: dict[str, Any],
+    base: Any,
+    numbers: Sequence[Any],
+    controller: Controller,
+) -> Tensor:
+    """`execute` for the common kind of view: each device takes it of what it has."""
+    value = base._value
+    made = new_value()
+    made._root = root_of(base)
+    with controller.lock:
+        if value.id < controller.floor:
+            raise controller.foreign()
+        if value.copy is not None:
+            aliasing.refresh(controller, value)
+            made.copy, made.keep = value.copy, value
+        controller.issue([plan.program_id, value.id, made.id, *numbers, *plan.operands], info.name, CALLER)
+    if plan.is_whole_view and args[0] is base:
+        made.taken = Taken(ref(value), base._spec, info, args[1:], kwargs)
+    spec = plan.outputs[0]
+    result = wrap_view(spec, made, base)
+    controller.ran(0)
     return result
 
 

@@ -15,6 +15,7 @@ from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, lambda seed: None)
 torch_internals.support_foreach(Tensor)
+torch_internals.expect_no_rules(Tensor)
 torch_internals.refuse_wrappers(Tensor, DeviceMesh)
 refused.install(Tensor)
 torch_internals.read_lists_of(values_out.plain_data)

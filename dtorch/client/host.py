@@ -51,7 +51,10 @@ def make(plain: torch.Tensor, root: HostRoot | None = None) -> Tensor:
     recorder = watch.recorder()
     if recorder is not None:
         recorder.uncommitted(plain)
-    with torch.no_grad():
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            tensor = torch_internals.make_subclass(Tensor, plain)
+    else:
         tensor = torch_internals.make_subclass(Tensor, plain)
     tensor._spec = None
     tensor._value = None

@@ -16,11 +16,13 @@ from . import torch_internals
 
 def cat(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``cat``; in the backward of a split, that of equal shards as one packed tensor."""
-    from . import dispatch
-
+    if not torch_internals.is_backward_of("Split"):
+        return NotImplemented
     parts = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if torch_internals.is_backward_of("Split") and _are_equal_shards(parts, dim):
+    if _are_equal_shards(parts, dim):
+        from . import dispatch
+
         return dispatch.call(dispatch.info_of(JOIN), (parts, dim % parts[0].ndim), {})
     return NotImplemented
 

@@ -71,7 +71,13 @@ WHOLE = {LINEAR: linear, MATMUL: matmul, TENSORDOT: tensordot}
 
 def _are_alike(tensors: Sequence[Any]) -> bool:
     """Whether all are placed, and of one dtype."""
-    return all(type(t) is Tensor and t._spec is not None and t.dtype == tensors[0].dtype for t in tensors)
+    dtype = None
+    for tensor in tensors:
+        spec = tensor._spec if type(tensor) is Tensor else None
+        if spec is None or not (dtype is None or spec.dtype is dtype):
+            return False
+        dtype = spec.dtype
+    return True
 
 
 def run_whole(op: Any, *args: Any) -> Any:

@@ -41,9 +41,14 @@ factories = _device_constructors
 _library: torch.library.Library | None = None
 
 
-def device(mesh_index: int) -> torch.device:
-    """What ``x.device`` says for a tensor on the mesh of this index; ``cpu`` if another backend owns PrivateUse1."""
-    return torch.device(BACKEND, mesh_index) if _library is not None else CPU
+@functools.cache
+def _our_device() -> torch.device:
+    return torch.device(BACKEND, 0)
+
+
+def device() -> torch.device:
+    """What ``x.device`` says; ``cpu`` if another backend owns PrivateUse1."""
+    return CPU if _library is None else _our_device()
 
 
 def is_our_device(found: Any) -> bool:
@@ -242,6 +247,28 @@ def read_lists_of(plain_data: Callable[[Any], Any]) -> None:
         function = reading(getattr(torch, name))
         setattr(torch, name, function)
         torch.jit._builtins._register_builtin(function, f"aten::{name}")
+
+
+def expect_no_rules(cls: type) -> None:
+    """Spare each dispatch the look-up of a rule of `torch.library.register_torch_dispatch` for ``cls``, until there is one.
+
+    It is Python, and takes 6 % of ``x + y``. torch gets the function when it first dispatches anything; if it has, this changes nothing.
+    """
+    registry = torch._library.simple_registry
+    find, holder = registry.find_torch_dispatch_rule, registry.GenericTorchDispatchRuleHolder
+    register = holder.register
+    without: type | None = cls
+
+    def find_rule(op: Any, torch_dispatch_class: type) -> Callable[..., Any] | None:
+        return None if torch_dispatch_class is without else find(op, torch_dispatch_class)
+
+    def register_rule(self: Any, torch_dispatch_class: type, function: Callable[..., Any]) -> Any:
+        nonlocal without
+        if torch_dispatch_class is cls:
+            without = None
+        return register(self, torch_dispatch_class, function)
+
+    registry.find_torch_dispatch_rule, holder.register = find_rule, register_rule  # type: ignore[method-assign]
 
 
 def support_foreach(cls: type) -> None:

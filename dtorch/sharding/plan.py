@@ -43,7 +43,7 @@ class Choice:
     moves: tuple[tuple[Spec, Spec], ...]
     #: The program for just these specs, once somebody wants it.
     plan: Plan | None = None
-    is_simple = is_direct = False
+    is_simple = is_view = is_direct = False
 
     def at(self, specs: Sequence[Spec]) -> Choice:
         """The same choice for the same tensors under other placements."""
@@ -87,7 +87,9 @@ class Plan:
     is_simple: bool = dataclasses.field(init=False)
     #: Nothing moved or completed, and one tensor written at most.
     is_direct: bool = dataclasses.field(init=False)
-    #: One view, of all elements of its base, which is not replicated: each device views what it has.
+    #: One view, and each device views what it has of the base.
+    is_view: bool = dataclasses.field(init=False)
+    #: A view of all elements of its base, which is not replicated.
     is_whole_view: bool = dataclasses.field(init=False)
     #: See `completions`.
     completed: tuple[tuple[Spec, Spec], ...] = dataclasses.field(init=False)
@@ -98,11 +100,13 @@ class Plan:
         moved = self.moves or self.completed
         self.is_simple = fresh and self.structure == "tensor" and not self.writes and not moved
         self.is_direct = not moved and len(self.writes) < 2
-        self.is_whole_view = self.aliases == (0,) and not (self.writes or moved or self.detached) and self._has_all()
+        tensor = self.structure == "tensor" and self.aliases == (0,) and self.outputs[0] is not None
+        self.is_view = tensor and not (self.writes or moved or self.detached)
+        self.is_whole_view = self.is_view and self._has_all()
 
     def _has_all(self) -> bool:
         base, view = self.call.inputs[0], self.outputs[0]  # type: ignore[union-attr]
-        if view is None or all(p is REPLICATE for p in self.decision.inputs[0]):
+        if all(p is REPLICATE for p in self.decision.inputs[0]):
             return False
         return view.nbytes == math.prod(base.shape) * base.dtype.itemsize
 

@@ -112,7 +112,7 @@ def test_innermost_unwraps_the_tensors_of_torch_func() -> None:
 
 
 def test_the_device_type_makes_tensors_of_ours() -> None:
-    device = torch_internals.device(0)
+    device = torch_internals.device()
     assert (device.type, device.index) == ("dtorch", 0)
     assert torch_internals.is_our_device("dtorch")
     for made in (
@@ -340,3 +340,22 @@ def test_getters_past_functions_are_torch_s_own() -> None:
     with torch_internals.past_functions():
         assert torch._C.TensorBase.requires_grad.__get__(one)
         assert torch._C.TensorBase.grad.__get__(one) is None
+
+
+def test_rules_for_our_class_are_found_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`expect_no_rules` stands in torch's place when it first dispatches, and gives way to `register_torch_dispatch`."""
+    registry = torch._library.simple_registry.SimpleLibraryRegistry
+    find, looked = registry.find, []
+    monkeypatch.setattr(registry, "find", lambda self, name: looked.append(name) or find(self, name))
+    x = placed()
+    found = x + x
+    assert "aten::add.Tensor" not in looked
+
+    @torch.library.custom_op("dtorch_test::five_times", mutates_args=())
+    def five_times(x: torch.Tensor) -> torch.Tensor:
+        return x * 5
+
+    five_times.register_torch_dispatch(dtorch.Tensor, lambda mode, func, types, args, kwargs: args[0] * 2)
+    assert torch.equal(five_times(x).to_torch(), found.to_torch())
+    assert torch.equal((x + x).to_torch(), found.to_torch())
+    assert "aten::add.Tensor" in looked
