@@ -18,7 +18,7 @@ from ..mesh import DeviceMesh
 from ..sharding import shapes
 from ..sharding.choose import Weighed
 from ..sharding.forms import form_of, resized, serves_its_form
-from ..sharding.plan import Choice, Plan, check, completions, decide, describe, plan_gathered, returns, write_plan
+from ..sharding.plan import Choice, Plan, check, decide, describe, plan_gathered, returns, write_plan
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..sharding.strategy import TensorArg
@@ -312,18 +312,30 @@ def execute(
         if several and aliasing.interfere(plan, tensors):
             return _one_by_one(info, args, kwargs)
         if type(plan) is Choice:
-            whole = kept.summed_before(plan, tensors, controller)
-            if whole is not None:
-                return call(info, *_with_tensors(args, kwargs, whole))
-        completed = completions(plan) if type(plan) is Choice else plan.completed
-        if plan.moves or completed:
+            uses = plan.kept
+            if uses is None:
+                uses = plan.kept = kept.Uses(plan, [t._spec for t in tensors])
+            if uses.pending:
+                whole = kept.summed_before(uses, tensors, controller)
+                if whole is not None:
+                    return call(info, *_with_tensors(args, kwargs, whole))
+            moves, completed = kept.moves_of(plan, uses, tensors), uses.completed
+        else:
+            moves, completed = plan.moves, plan.completed
+        if moves or completed:
             specs = [t._spec for t in tensors]
-            moves = (*plan.moves, *completed, *returns(plan, specs))
+            moves = (*moves, *completed, *returns(plan, specs))
             inserted.tell(info.name, specs, moves, plan.decision.gathered, plan.call)
         if type(plan) is Choice:
-            copies = kept.brought(plan, tensors, info.name, controller)
-            if copies is not None:
-                return call(info, *_with_tensors(args, kwargs, copies), plan)
+            copies, count = kept.brought(uses, tensors, info.name, controller)
+            if count:
+                if uses.plan is not None and count == len(plan.moves):
+                    return execute_simple(info, uses.plan, copies, numbers, controller)
+                args, kwargs = _with_tensors(args, kwargs, copies)
+                result = call(info, args, kwargs, plan)
+                if count == len(plan.moves):
+                    uses.plan = _simple_plan(info, args, kwargs)
+                return result
             if plan.plan is None:
                 plan.plan = written_plan(plan, [t._spec for t in tensors], controller)
             plan = plan.plan
@@ -340,6 +352,12 @@ def execute(
     if structure == "list":
         return results
     return None
+
+
+def _simple_plan(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Plan | None:
+    """The plan by which a call has just been run, if it was `execute_simple` that ran it."""
+    plan = _PLANS.get(key_of(info, args, kwargs, [], []))
+    return plan if type(plan) is Plan and plan.is_simple else None
 
 
 @critical

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import collections
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ..placement import REPLICATE, settled
-from ..sharding.plan import Choice
+from ..sharding.plan import Choice, Plan, completions
 from ..sharding.spec import Spec
 from . import redistribute, runtime, watch
 from .controller import Controller
@@ -77,17 +78,41 @@ def _is_young(value: Value | None, newest: int) -> bool:
 _summed, _gathered = Copies(), Copies()
 
 
-def summed_before(choice: Choice, tensors: list[Any], controller: Controller) -> list[Any] | None:
-    """The tensors with pending sums that ``choice`` leaves pending replaced by their kept copies that are completed; None if there is none.
+class Uses:
+    """The copies that calls of one `Choice` may use, all on tensors of the same specs.
+
+    ``pending``: the inputs with pending sums that are left pending, and where they are completed. ``moved``: those that are moved, and
+    where to, if copies of such are kept. ``completed``: see `completions`. ``plan`` runs the op on copies of all that is moved, once known.
+    """
+
+    __slots__ = ("pending", "moved", "completed", "plan")
+
+    def __init__(self, choice: Choice, specs: list[Spec]) -> None:
+        inputs = list(zip(specs, choice.decision.inputs, strict=True))
+        self.pending = [
+            (index, spec.with_placements(settled(spec.placements)))
+            for index, (spec, placements) in enumerate(inputs)
+            if spec.has_partial and placements == spec.placements
+        ]
+        self.moved = [
+            (index, spec.with_placements(placements))
+            for index, (spec, placements) in enumerate(inputs)
+            if any(a is not b and a is not REPLICATE for a, b in zip(spec.placements, placements, strict=True))
+        ]
+        self.completed = completions(choice)
+        self.plan: Plan | None = None
+
+
+def summed_before(uses: Uses, tensors: Sequence[Any], controller: Controller) -> list[Any] | None:
+    """The tensors with pending sums that are left pending replaced by their kept copies that are completed; None if there is none.
 
     A residual, whose sum a norm has needed: left pending, because that moves nothing now, it would have to be summed once more.
     """
     found = list(tensors)
-    for index, (tensor, placements) in enumerate(zip(tensors, choice.decision.inputs, strict=True)):
-        spec, value = tensor._spec, tensor._value
-        if not value.kept or not spec.has_partial or value.kept is COPY or placements != spec.placements:
+    for index, goal in uses.pending:
+        value = tensors[index]._value
+        if not value.kept or value.kept is COPY:
             continue
-        goal = spec.with_placements(settled(spec.placements))
         with controller.lock:
             copy, generation = value.kept.get(goal, (None, None))
             recorder = watch.recorder()
@@ -98,25 +123,41 @@ def summed_before(choice: Choice, tensors: list[Any], controller: Controller) ->
     return None if all(new is old for new, old in zip(found, tensors, strict=True)) else found
 
 
-def brought(choice: Choice, tensors: list[Any], why: str, controller: Controller) -> list[Any] | None:
-    """The tensors with those that ``choice`` would move replaced by kept copies, made now if need be; None if there is none to keep.
+def brought(uses: Uses, tensors: Sequence[Any], why: str, controller: Controller) -> tuple[list[Any], int]:
+    """The tensors with those that would be moved replaced by kept copies, made now if need be, and how many those are.
 
     The op must not write, nor return views: of a copy they would be.
     """
     found = list(tensors)
     newest = next_value_id()
-    moves = iter(choice.moves)
-    kept = False
-    for index, (tensor, placements) in enumerate(zip(tensors, choice.decision.inputs, strict=True)):
-        if placements == tensor._spec.placements:
-            continue
-        (spec, goal), value = next(moves), tensor._value
-        if value.kept is COPY or getattr(tensor, "_is_param", False) or not _is_young(value, newest):
-            continue
-        if any(a is not b and a is not REPLICATE for a, b in zip(spec.placements, placements, strict=True)):
+    count = 0
+    for index, goal in uses.moved:
+        tensor = tensors[index]
+        if _is_kept(tensor, newest):
             found[index] = _copy(tensor, goal, why, controller)
-            kept = True
-    return found if kept else None
+            count += 1
+    return found, count
+
+
+def moves_of(choice: Choice, uses: Uses, tensors: Sequence[Any]) -> list[tuple[Spec, Spec]]:
+    """The moves of ``choice`` as `brought` will make them: for a view, that of its base."""
+    moves = list(choice.moves)
+    for index, goal in uses.moved:
+        tensor = tensors[index]
+        if tensor._value.taken is not None and _is_kept(tensor, next_value_id()):
+            moves[moves.index((tensor._spec, goal))] = _moved(tensor, goal)
+    return moves
+
+
+def _moved(tensor: Any, goal: Spec) -> tuple[Spec, Spec]:
+    base = _base_to_move(tensor, goal)
+    return (tensor._spec, goal) if base is None else _moved(*base)
+
+
+def _is_kept(tensor: Any, newest: int) -> bool:
+    """Whether copies of a tensor are kept."""
+    value = tensor._value
+    return value.kept is not COPY and not getattr(tensor, "_is_param", False) and _is_young(value, newest)
 
 
 def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:

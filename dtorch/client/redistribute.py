@@ -13,10 +13,16 @@ from ..sharding.spec import Spec, intern_mesh
 from ..tensor import Tensor
 from . import issuing, runtime, torch_internals
 from .handles import wrap
+from .recent import Recent
 
 #: Targets by number: the op's schema can carry an int, but not a mesh.
 _TARGETS: list[tuple[DeviceMesh, PlacementList]] = []
 _NUMBERS: dict[tuple[DeviceMesh, PlacementList], int] = {}
+
+
+#: (spec, goal, why) → the program of a move and its operands.
+_KNOWN = Recent(4096)
+runtime.on_close.append(_KNOWN.forget)
 
 
 def target_number(mesh: DeviceMesh, placements: PlacementList) -> int:
@@ -106,9 +112,14 @@ def move(x: Any, goal: Spec, why: str = "redistribute") -> Any:
         there = move(inner, goal.with_placements(boxed(goal.placements)) if goal.has_packed else goal, why)
         return move(there, goal, why) if goal.has_packed else there
     controller = runtime.controller()
-    controller.mesh(spec.mesh)
-    controller.mesh(goal.mesh)
-    program, operands = _program(controller, spec, goal, why)
+    key = spec, goal, why
+    known = _KNOWN.get(key) or _KNOWN.older(key)
+    if known is None:
+        controller.mesh(spec.mesh)
+        controller.mesh(goal.mesh)
+        known = _program(controller, spec, goal, why)
+        _KNOWN.put(key, known)
+    program, operands = known
     (value,) = issuing.run(controller, program, (x,), (goal,), operands, why)
     return wrap(goal, value)
 

@@ -43,11 +43,13 @@ class Choice:
     moves: tuple[tuple[Spec, Spec], ...]
     #: The program for just these specs, once somebody wants it.
     plan: Plan | None = None
+    #: What who runs it keeps of it.
+    kept: Any = None
     is_simple = is_view = is_direct = False
 
     def at(self, specs: Sequence[Spec]) -> Choice:
         """The same choice for the same tensors under other placements."""
-        return dataclasses.replace(self, moves=_moves(self.decision, specs), plan=None)
+        return dataclasses.replace(self, moves=_moves(self.decision, specs), plan=None, kept=None)
 
     @property
     def makes_fresh(self) -> bool:
