@@ -19,7 +19,7 @@ from dtorch.placement import PARTIAL, PlacementList, partial, shard
 from dtorch.placement import REPLICATE as R
 from dtorch.sharding.layout import local_box
 from dtorch.sharding.transfer import Transfer, steps
-from dtorch.worker.comm import shared, streams
+from dtorch.worker.comm import all_reduce, shared, streams
 from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
 from dtorch.worker.comm.process_groups import ProcessGroups
@@ -357,7 +357,7 @@ def test_any_number_of_dims(ndim: int) -> None:
 @pytest.fixture
 def in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """All-reduces in shares of smaller values than is fast."""
-    monkeypatch.setattr(shared, "_SHARED_OUT", (1 << 17, 1 << 15))
+    monkeypatch.setattr(all_reduce, "_SHARED_OUT", (1 << 17, 1 << 15))
 
 
 @pytest.mark.usefixtures("in_shares")

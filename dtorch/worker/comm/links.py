@@ -57,3 +57,11 @@ def shape_at(words: memoryview, at: int) -> tuple[int, ...] | Poison:
 def poisoned(poison: Poison) -> array:
     """The entry of a failure, without how far."""
     return array("q", (0, *poison.origin, 0))
+
+
+def sendable(value: torch.Tensor | None, device: int) -> torch.Tensor:
+    """``value``, of which an entry can tell."""
+    if value is None or value.ndim > MAX_DIMS:
+        what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
+        raise ValueError(f"device {device} cannot send {what}; the limit is {MAX_DIMS} dims")
+    return value

@@ -110,7 +110,7 @@ def publisher(control: Control, device: int, links: Sequence[Link], ring: Ring, 
         for link in links:
             count = link.count
             at = link.entries + count % CREDIT * ENTRY
-            words[at + 1 : at + 1 + size] = entry  # type: ignore[assignment]
+            words[at + 1 : at + 1 + size] = entry
             words[at] = count * COUNTED
         announce(device)
 
@@ -137,7 +137,7 @@ def collector(
     width = HEADER + len(pieces[0][1])
 
     def collect(value: torch.Tensor | None, numbers: dict[int, int] | None) -> torch.Tensor | Poison | None:
-        parts = []
+        parts: list[Any] = []
         for link, box, index, views in pieces:
             if link is None:
                 parts.append(value if index is None else value[index])  # type: ignore[index]

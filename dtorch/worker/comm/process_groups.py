@@ -74,14 +74,14 @@ class ProcessGroups(SharedMemory):
         self, transfer: Transfer, value: torch.Tensor | Poison | None, sequence: int
     ) -> torch.Tensor | Poison | None:
         """The transfer by broadcasts of all that anybody publishes."""
-        links = self._begin(transfer.group)
+        links = self._board.begin(transfer.group)
         try:
             if transfer.publishes and isinstance(value, torch.Tensor):
                 entry = [0, -1, 0, value.ndim, *value.shape]
             else:  # of a member that does not publish, nobody will look at the poison
                 entry = [0, *(value.origin if isinstance(value, Poison) else (self._device, sequence)), 0]
-            self._readers(links)
-            self._announce(links, array("q", entry))
+            self._board.readers(links)
+            self._board.show(links, array("q", entry))
             held: dict[int, torch.Tensor | Poison | None] = {}
             for rank, member in enumerate(transfer.group):
                 if member == self._device:
@@ -89,13 +89,13 @@ class ProcessGroups(SharedMemory):
                     sends = transfer.publishes and isinstance(value, torch.Tensor)
                     part = value.resolve_conj().resolve_neg().contiguous() if sends else None  # type: ignore[union-attr]
                 else:
-                    found = self._told(self._links[member])
+                    found = self._told(self._board.links[member])
                     part = None if isinstance(found, Poison) else self._empty(found, transfer.dtype)
                     held[member] = found if isinstance(found, Poison) else part
                 if part is not None and part.numel():
                     self._broadcast(transfer.group, part, rank)
         finally:
-            self._end(links)
+            self._board.end(links)
         if transfer.shape is None:
             return None
         for piece in (piece for term in transfer.terms for piece in term):

@@ -4,10 +4,9 @@ A publisher copies its tensor into its arena once and leaves an *entry* for each
 those it reads from, and puts its result together straight out of their arenas. Two processes number the transfers they both
 take part in, each for itself: commands come to all in one order, so they agree, and no group needs a name or a world.
 
-A publisher waits for nobody until `CREDIT` of its publications (of large ones, `LARGE_CREDIT`) wait for one reader, or too many bytes for
-any. That
-cannot deadlock: whoever is furthest behind in the order of commands waits for nobody, for all others have published what it
-reads and it has read what they published.
+A publisher waits for nobody until `CREDIT` of its publications (of large ones, `LARGE_CREDIT`) wait for one reader, or too many bytes
+for any. That cannot deadlock: whoever is furthest behind in the order of commands waits for nobody, for all others have published
+what it reads and it has read what they published.
 
 An all-reduce of more than a little is different: each member reduces a share of it and writes that into every member's block, where
 each one's result then is. What members wait for there, in turns, is each other in that same transfer.
@@ -16,7 +15,6 @@ each one's result then is. What members wait for there, in turns, is each other 
 from __future__ import annotations
 
 import dataclasses
-import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -30,17 +28,17 @@ from ...sharding.rearrange import Shift
 from ...sharding.transfer import Half, Transfer
 from ..assemble import assemble
 from ..poison import Poison
-from .all_reduce import chunks_of, fill, part_of, reduce_shares
+from .all_reduce import InShares, is_shared_out
 from .arena import FIRST_DEVICE, Arena, Region, size_of
-from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, LARGE_CREDIT, Control
-from .links import GROWING, HEADER, MAX_DIMS, STREAMED, WHOLE, Link, poisoned, shape_at
+from .board import Board
+from .control import ANNOUNCED, COUNTED, Control
+from .links import GROWING, STREAMED, WHOLE, Link, poisoned, sendable
 from .prepared import Prepared, Ring, collector, is_small, publisher, slots_of
-from .publications import Publications, Reader
+from .publications import Publications
 from .streams import (
     GROWING_BYTES,
     Incoming,
     Outgoing,
-    Slabs,
     Window,
     addends_of,
     grow,
@@ -50,11 +48,7 @@ from .streams import (
     step_through,
 )
 
-_KEPT_VIEWS = 1024
 _KEPT_TRANSFERS = 4096
-# All-reduces of more bytes than this are made in shares, by two processes and by more: below, everybody adds up everything, which saves
-# a wait, and is prepared (`python -m benchmarks collectives`).
-_SHARED_OUT = (1 << 20, 1 << 18)
 #: The part of a limited arena, one n-th, beyond which no slots are made.
 _RINGS = 4
 _CPU = torch.device("cpu")
@@ -75,8 +69,8 @@ class SharedMemory:
         self._arena = Arena(Region(fd, FIRST_DEVICE + device), limit)
         self._sent = Publications(self._arena, control)
         self._window = None if limit is None else Window(self._arena, control)
-        self._links: dict[int, Link] = {}
-        self._groups: dict[tuple[int, ...], list[Link]] = {}
+        self._board = Board(fd, control, device)
+        self._in_shares = InShares(control, device, self._board, self._sent, self._window, self.transfer)
         self._prepared: dict[int, Prepared] = {}
         # By the group they are for and their size.
         self._rings: dict[tuple[tuple[int, ...], int], Ring] = {}
@@ -104,17 +98,15 @@ class SharedMemory:
 
         An error that it raises is this device's alone: the others get the `Poison` of command ``sequence``.
         """
-        links = self._begin(transfer.group)
+        links = self._board.begin(transfer.group)
         try:
-            prepared = self._prepared.get(id(transfer))
-            if prepared is None or not prepared.is_ready:
-                prepared = self._prepare(transfer, links, value)
+            prepared = self._prepared_for(transfer, links, value)
             if prepared.in_shares:
-                return self._all_reduce(transfer, links, value, sequence)
+                return self._in_shares.all_reduce(transfer, links, value, sequence)
             outgoing = self._publish(links, value, sequence, prepared) if transfer.publishes else None
             return self._collect(transfer, value, outgoing, prepared)
         finally:
-            self._end(links)
+            self._board.end(links)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in shared memory, for what is only computed to be transferred: that then copies nothing in.
@@ -130,20 +122,20 @@ class SharedMemory:
         keeps one block here beside those that are computed on. All of it stands before this in the order of commands, so the
         wait cannot deadlock.
         """
-        numbers = {link.peer: link.count for link in self._begin(shift.group)}
+        numbers = {link.peer: link.count for link in self._board.begin(shift.group)}
         outgoing = None
         try:
             self._sent.await_readers(len(self._sent.waiting) - len(self._under_way))
-            outgoing = self._publish([self._links[shift.receiver]], value, sequence, begins=True)
+            outgoing = self._publish([self._board.links[shift.receiver]], value, sequence, begins=True)
         finally:
             self._under_way.append((numbers, outgoing))
 
     def _finish(self, shift: Shift) -> torch.Tensor | Poison:
         numbers, outgoing = self._under_way.popleft()
         try:
-            link = self._links[shift.sender]
+            link = self._board.links[shift.sender]
             on_cpu = shift.device_type == "cpu"
-            found = self._read(link, shift.dtype, numbers[link.peer], while_it_grows=on_cpu)
+            found = self._board.read(link, shift.dtype, numbers[link.peer], while_it_grows=on_cpu)
             if isinstance(found, Incoming):
                 result = memory_pool.empty(found.slabs.shape, found.dtype)
                 found.want(tuple((0, size) for size in result.shape), result)
@@ -154,15 +146,15 @@ class SharedMemory:
                 return found
             return found.clone() if on_cpu else found.to(torch.device(shift.device_type, self._device), copy=True)
         finally:
-            self._leave(numbers)
+            self._board.leave(numbers)
 
     def _begin_half(self, half: Half, value: torch.Tensor | Poison | None, sequence: int) -> None:
         """Let the others read ``value`` from now on: what `transfer` does first."""
-        links = self._begin(half.group)
+        links = self._board.begin(half.group)
         outgoing = None
         try:
             if half.transfer.publishes:
-                prepared = self._prepare(half.transfer, links, value)
+                prepared = self._prepared_for(half.transfer, links, value)
                 outgoing = self._publish(links, value, sequence, prepared, begins=True)
         finally:
             self._under_way.append(({link.peer: link.count for link in links}, outgoing))
@@ -173,39 +165,22 @@ class SharedMemory:
         try:
             return self._collect(half.transfer, value, outgoing, self._prepared.get(id(half.transfer)), numbers)
         finally:
-            self._leave(numbers)
-
-    def _leave(self, numbers: dict[int, int]) -> None:
-        """Nothing more will be read in the transfers of these numbers."""
-        for peer, number in numbers.items():
-            self._control.words[self._links[peer].leave] = number * COUNTED
-        self._control.announce(self._device)
-
-    def _begin(self, group: tuple[int, ...]) -> list[Link]:
-        """Number the transfer with each of the others in its group."""
-        links = self._groups.get(group)
-        if links is None:
-            links = self._groups[group] = [self._link(peer) for peer in group if peer != self._device]
-        for link in links:
-            link.count += 1
-        return links
-
-    def _end(self, links: list[Link]) -> None:
-        """Nothing more will be read in this transfer, be it done or failed."""
-        words = self._control.words
-        for link in links:
-            words[link.leave] = link.count * COUNTED
-        self._control.announce(self._device)
+            self._board.leave(numbers)
 
     # Publishing
 
+    def _prepared_for(self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None) -> Prepared:
+        """Transfers are kept where they are planned, so one is known by its identity."""
+        known = self._prepared.get(id(transfer))
+        return known if known and known.is_ready else self._prepare(transfer, links, value)
+
     def _prepare(self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None) -> Prepared:
-        """What is prepared of ``transfer`` now. Transfers are kept where they are planned, so one is known by its identity."""
+        """What is prepared of ``transfer`` now."""
         known = self._prepared.get(id(transfer))
         if known is None:
             if len(self._prepared) >= _KEPT_TRANSFERS:
                 self._prepared.clear()
-            made = Prepared(transfer, transfer.is_all_reduce and _is_shared_out(transfer))
+            made = Prepared(transfer, transfer.is_all_reduce and is_shared_out(transfer))
         elif isinstance(value, Poison):
             return known
         else:
@@ -215,7 +190,7 @@ class SharedMemory:
                 if transfer.publishes and value is not None and (ring := self._ring(transfer.group, value.nbytes)):
                     publish = publisher(self._control, self._device, links, ring, value)
                 if transfer.shape is not None:
-                    collect = collector(self._control, self._links, transfer, shape, self._whole_at)
+                    collect = collector(self._control, self._board.links, transfer, shape, self._board.whole_at)
             made = dataclasses.replace(known, is_ready=True, shape=shape, publish=publish, collect=collect)
         self._prepared[id(transfer)] = made
         return made
@@ -247,13 +222,13 @@ class SharedMemory:
                 return None
             except Exception:  # nothing is shown yet; what follows fails too, and says so
                 pass
-        readers = self._readers(links)
+        readers = self._board.readers(links)
         entry = outgoing = grows = None
         try:
             if isinstance(value, Poison):
                 entry = poisoned(value)
             else:
-                value = self._sendable(value)
+                value = sendable(value, self._device)
                 # Whoever reads what is under way may first wait for what is to be published here.
                 placed = self._sent.place(value, readers, may_wait=not self._under_way)
                 if placed is None:
@@ -271,7 +246,7 @@ class SharedMemory:
                     grows = placed[1]
         finally:
             part = COUNTED if outgoing is None and grows is None else ANNOUNCED
-            self._announce(links, entry or poisoned(Poison((self._device, sequence))), part)
+            self._board.show(links, entry or poisoned(Poison((self._device, sequence))), part)
         if grows is not None:
             try:
                 grow(self._control, self._device, links, grows, value)  # type: ignore[arg-type]
@@ -286,34 +261,11 @@ class SharedMemory:
 
     def _step_through(self, outgoing: Outgoing | None, incoming: list[Incoming], numbers: dict[int, int]) -> None:
         """Publish and read slab by slab what is not there whole, in the transfers of these ``numbers``."""
-        links = [self._links[peer] for peer in numbers]
+        links = [self._board.links[peer] for peer in numbers]
         try:
             step_through(self._control, self._device, outgoing, incoming, links, numbers)
         except Exception as error:  # the others wait for slabs: there is no way on from here
             raise WorkerLost(f"a transfer of devices {(self._device, *numbers)} failed: {error}") from error
-
-    def _sendable(self, value: torch.Tensor | None) -> torch.Tensor:
-        if value is None or value.ndim > MAX_DIMS:
-            what = "nothing" if value is None else f"a tensor of {value.ndim} dims"
-            raise ValueError(f"device {self._device} cannot send {what}; the limit is {MAX_DIMS} dims")
-        return value
-
-    def _readers(self, links: list[Link]) -> list[Reader]:
-        """The others, once they are all within the credit."""
-        control = self._control
-        for link in links:
-            control.wait(link.peer, link.left, (link.count - LARGE_CREDIT) * COUNTED)
-        return [(link.peer, link.left, link.count * COUNTED) for link in links]
-
-    def _announce(self, links: list[Link], entry: array, part: int = COUNTED) -> None:
-        """Show ``entry``; of what it tells of, as much is there as ``part`` says."""
-        control, words = self._control, self._control.words
-        size = len(entry)
-        for link in links:
-            at = link.entries + link.count % CREDIT * ENTRY
-            words[at + 1 : at + 1 + size] = entry  # type: ignore[assignment]
-            words[at] = (link.count - 1) * COUNTED + part
-        control.announce(self._device)
 
     # Reading
 
@@ -341,9 +293,9 @@ class SharedMemory:
                 if device == self._device:
                     source: torch.Tensor | Poison | Incoming | None = value
                 else:
-                    link = self._links[device]
+                    link = self._board.links[device]
                     number = link.count if numbers is None else numbers[device]
-                    source = self._read(link, transfer.dtype, number, while_it_grows)
+                    source = self._board.read(link, transfer.dtype, number, while_it_grows)
                 if isinstance(source, torch.Tensor):
                     sources[device] = source if transfer.source_type == "cpu" else source.cpu()
                 elif isinstance(source, Incoming):
@@ -360,158 +312,12 @@ class SharedMemory:
         finally:
             if outgoing is not None or addends is not None:
                 if numbers is None:
-                    numbers = {device: self._links[device].count for device in transfer.group if device != self._device}
+                    numbers = {
+                        device: self._board.links[device].count for device in transfer.group if device != self._device
+                    }
                 self._step_through(outgoing, incoming if addends is not None else [], numbers)
         if addends is not None:
             result = reduced(transfer, addends)
         if transfer.target_type == "cpu" or not isinstance(result, torch.Tensor):
             return result
         return result.to(torch.device(transfer.target_type, self._device))
-
-    def _read(
-        self, link: Link, dtype: torch.dtype, number: int, while_it_grows: bool
-    ) -> torch.Tensor | Poison | Incoming:
-        """What the other has published for the ``number``-th transfer with it, in its own memory."""
-        at = link.arrivals + number % CREDIT * ENTRY
-        self._control.wait(link.peer, at, (number - 1) * COUNTED + ANNOUNCED)
-        comes = self._control.words[at + 2]
-        if comes == STREAMED or (comes == GROWING and while_it_grows):
-            return self._incoming(link, at, dtype, number)
-        if comes == GROWING:
-            slabs = self._incoming(link, at, dtype, number).slabs
-            self._control.wait(link.peer, at, (number - 1) * COUNTED + ANNOUNCED + slabs.count)
-        return self._published_at(link, at, dtype)
-
-    def _published_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison:
-        """What the entry at ``at`` tells of."""
-        words = self._control.words
-        if words[at + 2] >= 0:
-            return shape_at(words, at)  # type: ignore[return-value]
-        shape = words[at + HEADER : at + HEADER + words[at + 4]]
-        key = words[at + 1], shape.tobytes(), dtype
-        view = link.views.get(key)
-        if view is None:
-            if len(link.views) >= _KEPT_VIEWS:
-                link.views.clear()
-            view = link.views[key] = link.region.view(words[at + 1], tuple(shape), dtype)
-        return view
-
-    def _whole_at(self, link: Link, at: int, dtype: torch.dtype) -> torch.Tensor | Poison | None:
-        """`_published_at`, None for what comes slab by slab."""
-        return None if self._control.words[at + 2] in (STREAMED, GROWING) else self._published_at(link, at, dtype)
-
-    def _incoming(self, link: Link, at: int, dtype: torch.dtype, number: int) -> Incoming:
-        words = self._control.words
-        shape = shape_at(words, at)
-        assert not isinstance(shape, Poison)
-        block = link.region.view(words[at + 1], shape, dtype) if words[at + 2] == GROWING else None
-        return Incoming(link, number, words[at + 1], dtype, Slabs(shape, words[at + 3]), block)
-
-    def _link(self, peer: int) -> Link:
-        found = self._links.get(peer)
-        if found is None:
-            found = self._links[peer] = Link(self._fd, self._control, self._device, peer)
-        return found
-
-    # All-reduce in shares
-
-    def _all_reduce(
-        self, transfer: Transfer, links: list[Link], value: torch.Tensor | Poison | None, sequence: int
-    ) -> torch.Tensor | Poison:
-        """The whole reduction, in a block of this device's arena.
-
-        The n-th of n chunks is copied in while the others copy in theirs, but for this device's share of it: that is reduced
-        out of ``value`` and the others' blocks, and written to all blocks. What `empty` made is such a block already.
-        """
-        control, shape = self._control, transfer.shape
-        assert shape is not None
-        chunks = chunks_of(
-            math.prod(shape), transfer.dtype.itemsize, transfer.sources.index(self._device), len(transfer.sources)
-        )
-        self._readers(links)
-        entry = result = None
-        there = ANNOUNCED
-        try:
-            if isinstance(value, Poison):
-                entry = poisoned(value)
-            else:
-                value = self._sendable(value)
-                if value.shape != shape:
-                    raise ValueError(f"an addend of shape {tuple(value.shape)} where {shape} was planned")
-                own = value.resolve_conj().resolve_neg().contiguous().view(-1)
-                offset = self._sent.take(value)
-                if offset is not None:
-                    result, there = value, COUNTED - 1
-                elif (made := self._sent.living(shape, transfer.dtype)) is not None:
-                    offset, result = made
-                    fill(result.view(-1), own, chunks[0])
-                    there = ANNOUNCED + 1
-                entry = array("q", (offset or 0, STREAMED if result is None else WHOLE, 0, value.ndim, *shape))
-        finally:
-            self._announce(links, entry or poisoned(Poison((self._device, sequence))), there)
-        blocks: list[torch.Tensor] = []
-        poisons = []
-        has_room = True
-        for device in transfer.sources:
-            if device == self._device:
-                if result is None and isinstance(value, torch.Tensor):
-                    has_room = False
-                    continue
-                source = value if result is None else result
-            else:
-                link = self._links[device]
-                at = link.arrivals + link.count % CREDIT * ENTRY
-                control.wait(device, at, (link.count - 1) * COUNTED + ANNOUNCED)
-                if control.words[at + 2] == STREAMED:
-                    has_room = False
-                    continue
-                source = self._published_at(link, at, transfer.dtype)
-            if isinstance(source, Poison):
-                poisons.append(source)
-            else:
-                blocks.append(source.view(-1))  # type: ignore[union-attr]
-        if poisons:
-            return poisons[0]
-        if not has_room:  # as all have seen
-            self._end(links)
-            return self._all_reduce_in_parts(transfer, own, sequence)
-        assert result is not None
-        try:
-            reduce_shares(self._control, self._device, transfer, links, own, blocks, chunks)
-        except Exception as error:  # the others' blocks are half written: there is no way on from here
-            raise WorkerLost(f"an all-reduce of devices {transfer.group} failed: {error}") from error
-        self._end(links)
-        for link in links:
-            control.wait(link.peer, link.left, link.count * COUNTED)
-        return result
-
-    def _all_reduce_in_parts(self, transfer: Transfer, own: torch.Tensor, sequence: int) -> torch.Tensor | Poison:
-        """The whole reduction, where some arena has no room for a block of it: one little all-reduce after the other."""
-        assert transfer.shape is not None
-        assert self._window is not None
-        count = math.prod(transfer.shape)
-        size = self._window.slab_bytes // transfer.dtype.itemsize
-        result = memory_pool.empty(transfer.shape, transfer.dtype)
-        flat = result.view(-1)
-        failed: Poison | Exception | None = None
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            try:
-                total = self.transfer(part_of(transfer, stop - start), own[start:stop], sequence)
-                if isinstance(total, torch.Tensor):
-                    flat[start:stop].copy_(total)
-                else:
-                    failed = failed or total
-            except WorkerLost:
-                raise
-            except Exception as error:  # the others go on with the next part
-                failed = failed or error
-        if isinstance(failed, Exception):
-            raise failed
-        return failed or result
-
-
-def _is_shared_out(transfer: Transfer) -> bool:
-    assert transfer.shape is not None
-    nbytes = math.prod(transfer.shape) * transfer.dtype.itemsize
-    return nbytes > _SHARED_OUT[len(transfer.group) > 2]

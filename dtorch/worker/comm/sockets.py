@@ -70,16 +70,16 @@ class Sockets(ProcessGroups):
 
     def _hop(self, shift: Shift, value: torch.Tensor | Poison | None) -> torch.Tensor | Poison:
         """Send ``value`` to the next device of the ring, and get what the one before has."""
-        links = self._begin(shift.group)
+        links = self._board.begin(shift.group)
         try:
-            self._readers(links)
+            self._board.readers(links)
             sent = value.cpu().resolve_conj().resolve_neg().contiguous() if isinstance(value, torch.Tensor) else None
             assert isinstance(value, (torch.Tensor, Poison))
             entry = (
                 poisoned(value) if isinstance(value, Poison) else array("q", (0, WHOLE, 0, value.ndim, *value.shape))
             )
-            self._announce([self._links[shift.receiver]], entry)
-            told = self._told(self._links[shift.sender])
+            self._board.show([self._board.links[shift.receiver]], entry)
+            told = self._told(self._board.links[shift.sender])
             found = told if isinstance(told, Poison) else memory_pool.empty(told, shift.dtype)
             # Whoever comes first sees to its groups in the same order, so that nobody waits for one in a circle.
             groups = {
@@ -94,7 +94,7 @@ class Sockets(ProcessGroups):
             for one in work:
                 one.wait()
         finally:
-            self._end(links)
+            self._board.end(links)
         if isinstance(found, Poison) or shift.device_type == "cpu":
             return found
         return found.to(torch.device(shift.device_type, self._device))
