@@ -18,6 +18,7 @@ from ..sharding.spec import mesh_id
 from ..tensor import Tensor
 from . import changes, passes
 from .arguments import Arguments
+from .asked import modes_asked
 from .captured import Call, Captured, Stage
 from .changes import Given
 from .gradients import Gradient, backward_of, differentiate
@@ -60,18 +61,22 @@ class Recording:
         recorder.roots = self.outer.roots()
         torch.clear_autocast_cache()  # a cast that was made before is no part of this call
         grads = [grad_of(tensor) if tensor.is_leaf else None for tensor in self.arguments.tensors]
-        with recorder, self._telling_of_backward():
-            self.result = function(*args, **kwargs)
-        for tensor, grad in zip(self.arguments.tensors, grads, strict=True):
-            if tensor.is_leaf and grad_of(tensor) is not grad:
-                recorder.refuse(
-                    "it changes the gradient of an argument: keep what gets gradients in a module or closure"
-                )
-        torch.clear_autocast_cache()
+        modes = [module.training for module in self.before.modules]
         self.captured: Captured | None = None
-        self.after = Outside(self.roots)
-        if recorder.refused is None:
-            self.captured = self._capture()
+        with modes_asked() as self.asked:
+            with recorder, self._telling_of_backward():
+                self.result = function(*args, **kwargs)
+            for tensor, grad in zip(self.arguments.tensors, grads, strict=True):
+                if tensor.is_leaf and grad_of(tensor) is not grad:
+                    recorder.refuse(
+                        "it changes the gradient of an argument: keep what gets gradients in a module or closure"
+                    )
+            torch.clear_autocast_cache()
+            self.after = Outside(self.roots)
+            if recorder.refused is None:
+                self.captured = self._capture()
+        if [module.training for module in self.before.modules] != modes:
+            recorder.once("it changes the mode of a module: call train() and eval() outside")
         self.refused, self.passing = recorder.refused, recorder.passing
         if self.refused or self.passing:
             self.captured = None

@@ -9,6 +9,7 @@ import torch
 from ..client import lines
 from ..program.compose import Segment
 from ..tensor import Tensor
+from .asked import with_mode
 from .captured import Binding, Captured, Output
 from .guards import ANY_TENSOR, Guards
 from .outside import Edge
@@ -166,7 +167,9 @@ class Wiring:
             elif not isinstance(was, torch.Tensor):
                 ways[edge.place] = edge, was
         written = {edge.place for edge, _, _ in self._recording.changes}
-        captured.guards = guards = Guards(list(ways.values()), self._recording.before.modules, written)
+        modules = self._recording.before.modules
+        asked = with_mode(modules, self._recording.asked)
+        captured.guards = guards = Guards(list(ways.values()), modules, asked, written)
         at = {edge.place: i for i, edge in enumerate(guards.edges)}
         guards.tie(list(ways.values()), given)
         leaves, moving, fixed = [], [], []

@@ -17,6 +17,8 @@ from ..errors import DTorchError, WorkerLost
 
 #: How long a worker gets nothing before it counts as idle.
 _IDLE_MILLISECONDS = 500
+#: Messages of fewer bytes are copied at once: to lend the memory costs a fifth more (pyzmq 27, which copies such messages either way).
+_COPIED = 1 << 16
 _decode = msgspec.msgpack.Decoder().decode
 
 
@@ -71,7 +73,8 @@ class ClientChannel:
 
     def send(self, number: int, commands: list[list]) -> None:
         """Send a batch. Calls must not overlap."""
-        self._commands.send(self._encode([number, commands]), copy=False)
+        body = self._encode([number, commands])
+        self._commands.send(body, copy=len(body) < _COPIED)
 
     def wait(self, fds: Iterable[int], seconds: float) -> set[int]:
         """Sleep until there are events, or something to read from one of ``fds``; which of those. For one thread only."""
