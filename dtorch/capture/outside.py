@@ -166,6 +166,8 @@ def _edges_of(parent: Any) -> Iterator[tuple[Edge, Any]]:
             for name, child in list(vars(parent).items()):
                 if isinstance(child, (torch.Tensor, list, dict, torch.nn.Module)):
                     yield Edge("attribute", parent, name), child
+    elif isinstance(parent, torch.jit.ScriptModule):
+        return  # whoever records a call refuses it
     elif isinstance(parent, torch.nn.Module):
         for name in _MODULE_DICTS:
             for key, child in list(parent.__dict__[name].items()):

@@ -87,6 +87,8 @@ class Recording:
         recorder = self.recorder
         if not self.before.is_complete:
             recorder.refuse("too many objects are in reach of the function")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.before.modules):
+            recorder.refuse("a TorchScript module is in reach of the function, and what that holds cannot be seen")
         for index, tensor in enumerate(self.arguments.tensors):
             if type(tensor) is not Tensor:
                 recorder.tape.outside(tensor, lambda call, i=index: call.tensors[i])

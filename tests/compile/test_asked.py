@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -129,3 +130,18 @@ def test_modules_are_left_as_they_were() -> None:
     with pytest.raises(ZeroDivisionError):
         dtorch.compile(lambda x: x * (1 / 0))(placed(X))
     assert "training" not in vars(torch.nn.Module)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_is_run_op_by_op() -> None:
+    for module in (torch.jit.script(Scaled()), torch.jit.trace(Scaled(), X)):
+        compiled = dtorch.compile(lambda x, module=module: module(x))
+        for number, mode in enumerate((True, False, True)):
+            module.train(mode)
+            told = (
+                pytest.warns(UserWarning, match="op by op: a TorchScript module")
+                if not number
+                else contextlib.nullcontext()
+            )
+            with told:
+                close(compiled(placed(X)), module(X))
