@@ -52,10 +52,16 @@ def wrap_view(spec: Spec, value: Value, base: Tensor) -> Tensor:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested lists, tuples and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors_in(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_in(item)]
-    return []
+    found: list[torch.Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif value and isinstance(value, dict):
+            _collect(value.values(), found)

@@ -82,7 +82,7 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     recorder = watch.recorder()
     with torch_internals.without_dispatch():
         if recorder is None:
-            result = info.op(*plain_args, **plain_kwargs)
+            result = torch_internals.direct(info.op)(*plain_args, **plain_kwargs)
         else:
             result = recorder.plain_op(info.op, plain_args, plain_kwargs)
     if info.is_mutable:

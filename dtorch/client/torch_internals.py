@@ -41,7 +41,7 @@ factories = _device_constructors
 _library: torch.library.Library | None = None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _our_device() -> torch.device:
     return torch.device(BACKEND, 0)
 
