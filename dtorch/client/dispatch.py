@@ -76,6 +76,10 @@ def forget_plans() -> None:
     _FORMS.forget()
 
 
+#: What is no tensor, and holds none: `isinstance` of a tensor takes longer.
+_CONSTANTS = frozenset({int, bool, type(None)})
+
+
 class _Slow(Exception):
     """The call has a tensor that is not placed yet."""
 
@@ -158,6 +162,8 @@ def key_of(
                 if not -1.0 <= value <= 1.0:
                     key.append(ENLARGES)
                 numbers.append(value)
+            elif kind in _CONSTANTS:
+                key.append(value)
             elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
                 key.append(collect(value, is_number, tensors, numbers))
             else:
