@@ -63,5 +63,5 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
             found.append(value)
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
-        elif value and isinstance(value, dict):
+        elif isinstance(value, dict):
             _collect(value.values(), found)
