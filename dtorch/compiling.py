@@ -46,9 +46,10 @@ def compile(function: Any = None, *, backend: str | None = None, verify: bool = 
       goes on as was recorded for that value. Recordings are told apart by truth values, ints and whole floats.
     - *Run op by op*, with one warning that names the line: a function that reads other values (``loss.item()`` to print it, whole tensors),
       or any after it has written in place what is outside; shapes that depend on values; a scheduler inside;
-      tensors from, or kept, where this cannot see; plain tensors that require gradients; tensors of numpy arrays; lists and dicts that
-      it is given and changes; ``random="torch"`` with random ops; what is new once a function has been recorded eight
-      times. Calls under ``torch.func``, ``torch.device``, hooks of saved tensors (as in a checkpoint that is not reentrant) and the like
+      tensors from, or kept, where this cannot see; TorchScript modules; plain tensors that require gradients; tensors of numpy
+      arrays; lists and dicts that it is given and changes; ``random="torch"`` with random ops; what is new once a function has been
+      recorded eight times. Calls under ``torch.func``, ``torch.device``, hooks of saved tensors (as in a checkpoint that is not
+      reentrant) and the like run op by op too.
       run op by op too.
     - A failure on a worker fails everything that the call makes or writes from there on.
 

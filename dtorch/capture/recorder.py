@@ -84,6 +84,8 @@ class Recorder:
         self.controller: Controller = runtime.controller()
         #: Values from here on are made while recording.
         self.floor = next_value_id()
+        #: Values from here on are made by the call, of which this may be the backward.
+        self.first: int = self.floor if forward is None else forward.first
         self.commands: list[Command] = []
         self.freed: set[int] = set()
         #: Random keys, each with its number.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..client import aliasing, handles, runtime
+from ..client import aliasing, handles, runtime, torch_internals
 from ..client.handles import wrap, wrap_view
 from ..client.interrupts import critical
 from ..client.values import Value, new_value, next_value_id
@@ -36,7 +36,6 @@ def is_straight(captured: Any) -> bool:
         or captured.bindings
         or captured.rebound
         or captured.released
-        or captured.checks_grad
         or captured.gradient is not None
     )
 
@@ -92,7 +91,8 @@ class _Writer:
             "name": captured.name, "guards": captured.guards, "result": captured.result, "handles": handles, "runtime": runtime,
             "Mismatch": Mismatch, "Value": Value, "new_value": new_value, "next_id": next_value_id, "written": aliasing.written,
             "queue": _queue, "wrap": wrap, "wrap_view": wrap_view, "is_inference": torch.is_inference_mode_enabled,
-            "increment": torch.autograd.graph.increment_version,
+            "increment": torch.autograd.graph.increment_version, "past_functions": torch_internals.past_functions,
+            "requires_grad": torch._C.TensorBase.requires_grad.__get__,  # type: ignore[attr-defined]
         }  # fmt: skip
 
     def write(self) -> list[Callable[..., Any]]:
@@ -162,6 +162,11 @@ class _Writer:
         wrong += [f"{self.number(a)} != {self.number(b)}" for a, b in captured.twins if a < self.count]
         if wrong:
             lines.append(f"    if {' or '.join(wrong)}: raise Mismatch")
+        if captured.checks_grad and captured.fixed:  # arguments are alike in this, too
+            lines += [
+                "    with past_functions():",
+                f"        if list(map(requires_grad, fixed)) != {captured.requires_grad[self.count :]}: raise Mismatch",
+            ]
         return lines
 
     def rest(self) -> list[str]:

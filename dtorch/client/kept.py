@@ -197,10 +197,14 @@ def _copy(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
 def _base_to_move(tensor: Any, goal: Spec) -> tuple[Any, Spec] | None:
     """What ``tensor`` is a view of, and where a copy of that would have to be for its view to be one of ``tensor`` at ``goal``.
 
-    None if it is no such view, its base has gone, or the copy is not whole along the axes along which it moves.
+    None if it is no such view, its base has gone, or the copy is not whole along the axes along which it moves. While a call is recorded
+    only views that it takes count: where this one is, another call may find another tensor.
     """
     value, spec = tensor._value, tensor._spec
     taken = value.taken
+    recorder = watch.recorder()
+    if recorder is not None and value.id < recorder.first:
+        return None
     base = None if taken is None else taken.base()
     if base is None or base.kept is COPY or goal.mesh is not spec.mesh:
         return None

@@ -352,3 +352,22 @@ def test_gradients_that_are_looked_at() -> None:
         for a, b, there in zip(ours, theirs, given, strict=True):
             if there:
                 close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("first", [Shard(0), Shard(1)])
+def test_a_view_of_an_argument_that_is_another_tensor_later(first: Any) -> None:
+    def function(x: Any, holder: Any) -> Any:
+        return (x + 1) @ holder.tensor
+
+    holder, plain = torch.nn.Module(), torch.nn.Module()
+    start = torch.arange(16.0).reshape(4, 4)
+    x, plain_x = placed(start, first), start.clone()
+    holder.tensor, plain.tensor = x.t(), plain_x.t()
+    compiled = dtorch.compile(lambda x: function(x, holder))
+    for step in range(4):
+        close(compiled(x), function(plain_x, plain))
+        x.add_(step)
+        plain_x.add_(step)
+    holder.tensor, plain.tensor = placed(W, Shard(1 - first.dim)), W
+    for _ in range(2):
+        close(compiled(x), function(plain_x, plain))
