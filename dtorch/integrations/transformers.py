@@ -26,7 +26,7 @@ import torch
 from .. import creation
 from ..errors import DTorchError
 from ..io import save, transfers
-from ..io.checkpoints import Entry, entries_of
+from ..io.checkpoints import Entry, entries_of, named_path
 from ..io.weights import Target, match, refuse, targets_of
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, shard
@@ -74,7 +74,7 @@ def from_pretrained(
 
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"from_pretrained(): argument 'mesh' must be a DeviceMesh, not {type(mesh).__name__}")
-    folder = Path(os.path.abspath(os.fspath(path)))
+    folder = Path(os.path.abspath(named_path("from_pretrained", path)))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"from_pretrained(): there is no config.json in {folder}; huggingface_hub.snapshot_download(name) brings a model to a folder"

@@ -40,6 +40,13 @@ class Entry:
             raise OSError(f"cannot read tensor {self.name!r} from {self.path}: {error}") from error
 
 
+def named_path(function: str, path: Any) -> str:
+    """The path that ``function`` was given, as a str; TypeError if it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{function}(): argument 'path' must be a path, not {type(path).__name__}")
+    return os.fspath(path)
+
+
 def entries_of(path: str | os.PathLike[str], stem: str = "model") -> dict[str, Entry]:
     """Every tensor of a checkpoint: a safetensors file, an index file, or a folder that holds either.
 

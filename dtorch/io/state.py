@@ -18,7 +18,7 @@ from .. import creation
 from ..client import host
 from . import transfers, trees
 from .atomic import replacing_folder
-from .checkpoints import Entry, entries_of
+from .checkpoints import Entry, entries_of, named_path
 from .weights import Pairs, Target, checked, match, targets_of, write_folder
 
 #: The file of all that is no tensor, and what the tensors' files are called.
@@ -56,7 +56,7 @@ def save_state(path: str | os.PathLike[str], **objects: Any) -> None:
         kept[name] = {"kind": kind, "state": writer.write(KINDS[kind].state(found), (name,))}
     document = {"format": FORMAT, "objects": kept, "random": writer.write(_random_state(), ("random",))}
     tensors = checked(writer.tensors)
-    with replacing_folder(path, _belongs) as folder:
+    with replacing_folder(named_path("save_state", path), _belongs) as folder:
         (folder / STATE).write_text(json.dumps(document))
         write_folder(folder, tensors, SHARD_SIZE, progress=False, stem=STEM)
 
@@ -89,7 +89,7 @@ def load_state(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         >>> x.sum().item()
         4.0
     """
-    folder = Path(os.path.abspath(os.fspath(path)))
+    folder = Path(os.path.abspath(named_path("load_state", path)))
     document = _document(folder)
     entries = entries_of(folder, STEM)
     saved = {

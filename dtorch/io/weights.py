@@ -15,7 +15,7 @@ import torch
 
 from . import formats, transfers
 from .atomic import replacing_file, replacing_folder
-from .checkpoints import INDEX, WEIGHTS, Entry, entries_of
+from .checkpoints import INDEX, WEIGHTS, Entry, entries_of, named_path
 
 #: Near misses and complaints listed in an error.
 LISTED = 8
@@ -69,7 +69,7 @@ def load(
         {device(type='cpu', index=0): 20, device(type='cpu', index=1): 20}
     """
     _check_module("load", module)
-    pairs, missing, unexpected = match("load", targets_of(module), entries_of(path), path, strict)
+    pairs, missing, unexpected = match("load", targets_of(module), entries_of(named_path("load", path)), path, strict)
     return Loaded(missing, unexpected, transfers.read(pairs, progress))
 
 
@@ -198,7 +198,7 @@ def save(
     """
     tensors = checked(named_tensors("save", module_or_state_dict))
     limit = _size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size)
-    target = Path(os.fspath(path))
+    target = Path(named_path("save", path))
     if target.suffix == WEIGHTS and not target.is_dir():
         if max_shard_size is not None:
             raise ValueError(f"save(): {target} is a single file; max_shard_size= is for a folder")

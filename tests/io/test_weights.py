@@ -513,3 +513,17 @@ def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Loading: 100%" in shown
     assert "60.0/60.0" in shown
     assert "B/s" in shown
+
+
+@pytest.mark.parametrize("path", [None, 3, 1.5, b"x", ["x"]], ids=repr)
+@pytest.mark.parametrize("name", ["load", "save", "save_state", "load_state"])
+def test_what_is_no_path(name: str, path: Any) -> None:
+    module = torch.nn.Linear(2, 2)
+    calls: dict[str, Callable[[], Any]] = {
+        "load": lambda: dtorch.io.load(module, path),
+        "save": lambda: dtorch.io.save(module, path),
+        "save_state": lambda: dtorch.io.save_state(path, module=module),
+        "load_state": lambda: dtorch.io.load_state(path, module=module),
+    }
+    with pytest.raises(TypeError, match=rf"^{name}\(\): argument 'path' must be a path, not {type(path).__name__}$"):
+        calls[name]()
