@@ -25,10 +25,10 @@ def test_the_code_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks:
         exec(block, namespace)
         expected += re.findall(r"^print\(.*\)  # (.*)$", block, re.M)
-    assert len(expected) == 5
+    assert len(expected) == 6
     printed = capsys.readouterr().out
     assert printed.startswith("x=tensor([[0.")
-    for text in expected[:4]:
+    for text in expected[:5]:
         assert f"\n{text}\n" in printed
     assert "tensor(3456., shape=()" in printed
     with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(6x2 and 6x2\)"):
