@@ -50,7 +50,6 @@ def compile(function: Any = None, *, backend: str | None = None, verify: bool = 
       arrays; lists and dicts that it is given and changes; ``random="torch"`` with random ops; what is new once a function has been
       recorded eight times. Calls under ``torch.func``, ``torch.device``, hooks of saved tensors (as in a checkpoint that is not
       reentrant) and the like run op by op too.
-      run op by op too.
     - A failure on a worker fails everything that the call makes or writes from there on.
 
     Inside a call that is being recorded, another compiled function is part of it. Threads may share one.
