@@ -75,7 +75,10 @@ def exchange(
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 8, shape, generator=generator).to(dtype)
+    made = torch.randint(-8, 8, shape, generator=generator)
+    if dtype.is_complex:
+        return torch.complex(made.double(), torch.randint(-8, 8, shape, generator=generator).double()).to(dtype)
+    return made.to(dtype)
 
 
 def split(mesh: DeviceMesh, placements: PlacementList, tensor: torch.Tensor, device: int) -> torch.Tensor | None:
@@ -188,7 +191,10 @@ def test_every_transfer_while_values_grow(monkeypatch: pytest.MonkeyPatch) -> No
 def laid_out(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The same values in other layouts."""
     spread = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)[..., ::2]
-    return [tensor, tensor.t().contiguous().t(), spread.copy_(tensor), tensor.conj().resolve_conj().conj().conj()]
+    conj = tensor.conj().resolve_conj().conj()
+    assert conj.is_conj() == tensor.is_complex()
+    layouts = [tensor, tensor.t().contiguous().t(), spread.copy_(tensor), conj]
+    return layouts if tensor.dtype is torch.bool else [*layouts, torch._neg_view(tensor.neg())]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.float16, torch.int8], ids=str)
