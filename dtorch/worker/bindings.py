@@ -38,16 +38,21 @@ from . import (  # noqa: F401  these register the device functions
 )
 from .assemble import assemble
 from .poison import Poison
+from .products import Empty, computed_into
 from .registry import DEVICE_FUNCTIONS, Here
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """Where a program is bound: a device, where its tensors live, and the meshes by id."""
+    """Where a program is bound: a device, where its tensors live, and the meshes by id.
+
+    ``empty``: makes memory for what is to be moved; None if that is like any other.
+    """
 
     device: int
     torch_device: torch.device
     meshes: Mapping[int, DeviceMesh]
+    empty: Empty | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +92,17 @@ def device_function_called(name: str) -> Maker:
     if found is None:
         raise ValueError(f"there is no device function {name!r}")
     return same(found)
+
+
+def product_of(name: str, plain: Callable[..., torch.Tensor]) -> Maker:
+    """The product ``name``, whose result is to be moved; as a rule it is ``plain``."""
+
+    def make(site: Site) -> Callable[..., torch.Tensor]:
+        if site.empty is None or site.torch_device.type != "cpu":
+            return plain
+        return computed_into(name, plain, site.empty)
+
+    return Maker(make)
 
 
 def local_shape_of(program: Program, arg: LocalShape) -> Maker:

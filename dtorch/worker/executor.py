@@ -36,6 +36,7 @@ from .lower import (
     takes_part,
 )
 from .poison import Poison
+from .products import Empty
 from .restride import is_certainly_in_order, restride
 from .tracing import Tracer
 from .values_in_out import Blobs, Value, ValuesInOut, torch_device
@@ -100,6 +101,7 @@ class Executor:
         blobs: resolves the blobs of PUT and the landings of GET.
         codes: generated programs to share with other executors in this process.
         meshes: known meshes, by number, to share likewise.
+        empty: makes memory for what is to be moved (`dtorch.worker.products`); None if that is like any other.
     """
 
     def __init__(
@@ -109,11 +111,13 @@ class Executor:
         blobs: Blobs,
         codes: CodeCache | None = None,
         meshes: dict[int, DeviceMesh] | None = None,
+        empty: Empty | None = None,
     ) -> None:
         self.device = device
         self.values: dict[int, Value] = {}
         self.meshes: dict[int, DeviceMesh] = {} if meshes is None else meshes
         self._emit = emit
+        self._empty = empty
         self._in_out = ValuesInOut(device, self.values, self.meshes, emit, blobs)
         self._codes = codes or CodeCache()
         self._functions: dict[int, Function] = {}
@@ -173,7 +177,7 @@ class Executor:
         if program_id in self._defined or not any(held.values()):
             return
         device_type = self.meshes[program.mesh].device_type
-        site = Site(self.device, torch_device(device_type, self.device), self.meshes)
+        site = Site(self.device, torch_device(device_type, self.device), self.meshes, self._empty)
         self._defined[program_id] = _Defined(program, site, held)
         if any(isinstance(i, Communication) and takes_part(i, held) for i in program.body):
             self._generators[program_id] = functools.partial(self._first_steps, program_id)

@@ -69,8 +69,8 @@ def main(
     channel = WorkerChannel(address, batch)
     events: list[list] = []
     control = Control(fd, devices)
-    executor = Executor(device, events.append, SharedBlobs(fd))
     communicator = (ProcessGroups if is_shared else Sockets)(fd, control, device, address, limit=arena_bytes)
+    executor = Executor(device, events.append, SharedBlobs(fd), empty=communicator.empty)
     for name in imports:
         importlib.import_module(name)  # a module that cannot be imported ends the worker, with its traceback
         executor.run([IMPORT, name], sequence)

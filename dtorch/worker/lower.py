@@ -34,7 +34,7 @@ from ..program.ir import (
     outs_of,
     slots_of,
 )
-from . import bindings, fused
+from . import bindings, fused, products
 from .bindings import Maker, Site, same
 from .operators import BUILTINS, resolve
 from .restride import restride, restride_if_tensor
@@ -96,10 +96,12 @@ class _Writer:
         self.source = ["def p(v, c):"]
         self.lines = [0, 0]  # lines count from 1
         self.slots: set[int] = set()
+        self.moved_away: frozenset[int] = frozenset()
 
     def write(self) -> Code:
         program = self.program
         last_use = _last_uses(program)
+        self.moved_away = products.moved_away(program)
         for index, instruction in enumerate(program.body):
             if isinstance(instruction, (Reshard, ReshardDone, Rearrange)):
                 self.reshard(index, instruction)
@@ -178,7 +180,9 @@ class _Writer:
         inputs = ", ".join(self.slot(slot) for slot in slots_of(call))
         if isinstance(call, Op):
             op = resolve(call.name)
-            function = self.bind("f", same(BUILTINS.get(call.name, op)))
+            plain = BUILTINS.get(call.name, op)
+            where_read = index in self.moved_away
+            function = self.bind("f", bindings.product_of(call.name, plain) if where_read else same(plain))
             result = f"{function}({self.arguments(call)})"
             paths = _tensor_paths(op, len(call.outs))
         else:

@@ -65,6 +65,8 @@ class Publications:
             return None
         if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
             return None
+        if value.is_conj() or value.is_neg():  # its memory holds other values
+            return None
         return self._made_here.pop(value.data_ptr())
 
     def place(
