@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import warnings
 from typing import Any
+
+from .client import lines
 
 ENGINES = ("processes", "simulate")
 RANDOM = ("counter", "torch")
@@ -96,7 +97,7 @@ def _warn_of_unknown_variables() -> None:
     known = {f"DTORCH_{field.name.upper()}" for field in dataclasses.fields(Config)} | OTHER_VARIABLES
     for name in sorted(set(os.environ)):
         if name.startswith("DTORCH_") and not name.startswith("DTORCH_TEST_") and name not in known:
-            warnings.warn(f"{name} is no setting of dtorch; there are {', '.join(sorted(known))}", stacklevel=4)
+            lines.warn(f"{name} is no setting of dtorch; there are {', '.join(sorted(known))}")
 
 
 def _parse(name: str, kind: Any, text: str) -> Any:

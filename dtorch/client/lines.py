@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import warnings
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ Where = tuple[CodeType, int]
 
 #: Instructions that are remembered.
 REMEMBERED = 1 << 16
+#: Characters of a source line that a message quotes at most.
+QUOTED = 120
 
 _INTERNAL = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -94,6 +97,16 @@ def with_line(error: Error) -> Error:
     return type(error)(f"{error}\n  at {here()}")
 
 
+def warn(message: str) -> None:
+    """A warning that points at the user's line, as `here` does; at whoever warns if no user's code runs."""
+    frame: Any = sys._getframe(1)
+    level = 2
+    while frame is not None and not _is_users[frame.f_code.co_filename]:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=2 if frame is None else level)
+
+
 def text(where: Where | None) -> str:
     """``file:line: text``; empty for nowhere."""
     if where is None:
@@ -101,6 +114,8 @@ def text(where: Where | None) -> str:
     code, instruction = where
     number = line_number(code, instruction)
     source = linecache.getline(code.co_filename, number).strip()
+    if len(source) > QUOTED:
+        source = source[: QUOTED - 1] + "…"
     return f"{code.co_filename}:{number}" + (f": {source}" if source else "")
 
 
