@@ -23,6 +23,7 @@ import torch as _torch  # noqa: E402
 _submodules.install()
 
 from . import errors  # noqa: E402
+from . import hints as _hints  # noqa: E402
 from .client.defaults import default_mesh, manual_seed, no_sync  # noqa: E402
 from .client.entry import redistribute  # noqa: E402
 from .client.memory import memory_stats  # noqa: E402
@@ -162,7 +163,8 @@ def __getattr__(name: str) -> _Any:
     try:
         return getattr(_torch, name)
     except AttributeError:
-        raise AttributeError(f"module 'dtorch' has no attribute {name!r}, and neither has torch") from None
+        hint = _hints.near(name, __all__)
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}, and neither has torch{hint}") from None
 
 
 def __dir__() -> list[str]:

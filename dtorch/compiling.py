@@ -9,23 +9,26 @@ import os
 import shutil
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from . import hints
 from .capture.plain import Mismatch
-from .client import runtime, torch_internals, watch
+from .client import lines, runtime, torch_internals, watch
 from .errors import DTorchError
 
 #: Recordings of one function that are kept.
 RECORDINGS = 8
 #: Recordings of calls with one key that may be of no use to the next call, as the first step of an optimizer is.
 PASSING = 3
+#: What is said of the options of ``torch.compile``.
+OPTIONS = '; torch.compile\'s options do not apply here: there are backend="inductor" and verify=True'
 
 
+@functools.partial(hints.takes, note=OPTIONS)
 def compile(function: Any = None, *, backend: str | None = None, verify: bool = False) -> Any:
     """A function or module whose calls are recorded, and run with one command to the workers from then on (one for each mesh in turn).
 
@@ -236,7 +239,7 @@ class Compiled:
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"dtorch.compile: {self._name} is run op by op: {reason}", stacklevel=4)
+            lines.warn(f"dtorch.compile: {self._name} is run op by op: {reason}")
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from . import hints
 from .client import fresh, host, random_ops, runtime
 from .mesh import DeviceMesh
 from .placement import Placement, boxed, settled
@@ -62,8 +62,7 @@ def _check_keywords(name: str, given: dict[str, Any]) -> None:
     """torch's own message on a misspelt keyword lists what it got, not which is wrong."""
     for keyword in given:
         if keyword not in KEYWORDS:
-            near = difflib.get_close_matches(keyword, [*KEYWORDS, "device_mesh", "placements"], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = hints.near(keyword, ["device_mesh", "placements", *sorted(KEYWORDS)])
             raise TypeError(f"{name}(): got an unexpected keyword argument {keyword!r}{hint}")
 
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+from . import hints
+
 log = logging.getLogger("dtorch")
 
 
@@ -157,6 +159,7 @@ class _Dispatcher:
 _DISPATCHER = _Dispatcher()
 
 
+@hints.takes
 def as_completed(futures: Iterable[TensorFuture], timeout: float | None = None) -> Iterator[TensorFuture]:
     """Iterate over futures as they finish, failed ones too.
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from . import hints
+
 DEVICE_TYPES = ("cpu", "cuda")
 
 #: Device ids are small counts; a larger one is a mistake, and would not fit torch's own device index.
@@ -57,6 +59,7 @@ class DeviceMesh:
     _coordinates: dict[int, tuple[int, ...]]
     _hash: int
 
+    @hints.takes
     def __init__(
         self,
         device_type: str,
@@ -253,6 +256,7 @@ class DeviceMesh:
         return DeviceMesh, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
 
 
+@hints.takes
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int] | int, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:

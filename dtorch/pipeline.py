@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import hints
 from .client import lines
 from .errors import MeshMismatch
 from .mesh import DeviceMesh
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     micro_batch: int
 
 
+@hints.takes
 def gpipe(num_stages: int, num_micro_batches: int) -> Iterator[Step]:
     """The steps of GPipe: all forwards, then all backwards. Each stage keeps the activations of all micro-batches.
 
@@ -65,6 +67,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Iterator[Step]:
     yield from _by_clock([[("forward", i) for i in numbers] + [("backward", i) for i in numbers]] * num_stages)
 
 
+@hints.takes
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Iterator[Step]:
     """The steps of 1F1B: a stage runs as many forwards as there are stages behind it, then one forward and one backward in turn.
 
@@ -128,6 +131,7 @@ def _needed(step: Step, last: int) -> Step | None:
     return Step("backward", step.stage + 1, step.micro_batch)
 
 
+@hints.takes
 def mesh_of(stage: torch.nn.Module) -> DeviceMesh | None:
     """The mesh that the parameters and buffers of a stage are on; None: they are plain tensors.
 
@@ -161,6 +165,7 @@ def mesh_of(stage: torch.nn.Module) -> DeviceMesh | None:
     return next(iter(found))
 
 
+@hints.takes
 def to_stage(x: Any, stage: torch.nn.Module) -> Any:
     """``x`` on the mesh of ``stage``, differentiable: what a whole-model forward does between stages.
 
@@ -184,6 +189,7 @@ def to_stage(x: Any, stage: torch.nn.Module) -> Any:
     return _to_mesh(x, mesh) if isinstance(x, Tensor) and mesh is not None else x
 
 
+@hints.takes
 def stage_input(x: torch.Tensor, stage: torch.nn.Module) -> torch.Tensor:
     """`to_stage`, cut off from what made ``x``: a leaf in which a stage's backward leaves the gradient. (Ids, being ints, get none.)
 
@@ -199,6 +205,7 @@ def stage_input(x: torch.Tensor, stage: torch.nn.Module) -> torch.Tensor:
     return moved.requires_grad_(moved.is_floating_point() or moved.is_complex())
 
 
+@hints.takes
 def stage_backward(
     output: torch.Tensor, grad: torch.Tensor | None = None, input: torch.Tensor | None = None
 ) -> torch.Tensor | None:
@@ -248,12 +255,14 @@ def stage_backward(
     return found
 
 
+@hints.takes
 def send_backward(grad: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """The gradient of a stage's input, brought to where the stage before has the ``output`` that the input was made of."""
     mesh = _placed_on(output)
     return _to_mesh(grad, mesh) if isinstance(grad, Tensor) and mesh is not None else grad
 
 
+@hints.takes
 def run(
     steps: Iterable[Step],
     stages: Sequence[torch.nn.Module],

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import hints
 from .client import host, runtime, torch_internals
 from .mesh import DeviceMesh
 from .placement import REPLICATE, Placement, PlacementList, normalize
@@ -83,6 +84,7 @@ class _Placed(torch.autograd.Function):
         return grad.to_torch(), None
 
 
+@hints.takes
 def from_torch(
     data: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
@@ -116,6 +118,7 @@ def from_torch(
     return place(data, where, data.requires_grad)
 
 
+@hints.takes
 def distribute_tensor(
     tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
@@ -142,6 +145,7 @@ def distribute_tensor(
     return from_torch(tensor, mesh, placements)
 
 
+@hints.takes
 def from_numpy(
     array: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
@@ -166,6 +170,7 @@ def from_numpy(
     return from_torch(plain, device_mesh, placements)
 
 
+@hints.takes
 def tensor(
     data: Any,
     *,
@@ -206,6 +211,7 @@ def tensor(
     return place(plain, where_to("tensor", plain.ndim, device, device_mesh, placements), requires_grad)
 
 
+@hints.takes
 def as_tensor(
     data: Any,
     dtype: torch.dtype | None = None,

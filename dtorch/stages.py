@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from . import hints
 
+
+@hints.takes
 def assign_layers_to_stages(num_layers: int, num_stages: int) -> list[int]:
     """The stage of each layer, in order; earlier stages take the remainder.
 

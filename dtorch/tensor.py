@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import hints
 from .client import torch_internals
 from .future import TensorFuture
 from .mesh import DeviceMesh
@@ -45,6 +46,8 @@ class Tensor(torch.Tensor):
     _host: Any = None
     #: The gradient hook of a leaf, else None.
     _leaf: Any = None
+    #: Set by torch on a parameter; here for those that are none, of which it is asked often.
+    _is_param = False
 
     __torch_function__ = torch_internals.no_torch_function  # type: ignore[assignment]
 
@@ -60,9 +63,9 @@ class Tensor(torch.Tensor):
         from . import creation
 
         if set(named) - {"data"} or (named and data):
-            raise TypeError(
-                f"Tensor(): unexpected {sorted(named)}; legal are data, device_mesh, placements, dtype, requires_grad"
-            )
+            wrong = next(name for name in named if name != "data" or data)
+            hint = hints.near(wrong, ("device_mesh", "placements", "dtype", "requires_grad", "data"))
+            raise TypeError(f"Tensor(): got an unexpected keyword argument {wrong!r}{hint}")
         data = (named["data"],) if named else data
         where: dict[str, Any] = {"device_mesh": device_mesh, "placements": placements, "requires_grad": requires_grad}
         if not data or all(type(size) is int for size in data) or (len(data) == 1 and isinstance(data[0], torch.Size)):
@@ -118,6 +121,7 @@ class Tensor(torch.Tensor):
     def get_device(self) -> int:
         return -1 if self.device.type == "cpu" else 0
 
+    @hints.takes
     def check_placement(self, axis: int | str, placement: Placement) -> bool:
         """Whether the tensor has ``placement`` along a mesh axis, given by index or name.
 
@@ -137,6 +141,7 @@ class Tensor(torch.Tensor):
         index = self.device_mesh._axis(axis)
         return self.placements[index] == normalize([placement], 1, self.ndim)[0]
 
+    @hints.takes
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> Tensor:
@@ -173,6 +178,7 @@ class Tensor(torch.Tensor):
             placements = self.placements
         return redistribute.redistribute(self, mesh, placements)  # type: ignore[arg-type]
 
+    @hints.takes
     def redistribute_like(self, other: Tensor) -> Tensor:
         """The tensor with the mesh and placements of ``other``, which must have as many dims as those shard.
 
@@ -188,6 +194,7 @@ class Tensor(torch.Tensor):
             )
         return self.redistribute(other.device_mesh, other.placements)
 
+    @hints.takes
     def redistribute_by_dict(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -214,6 +221,7 @@ class Tensor(torch.Tensor):
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"redistribute_by_dict(): argument 'device_mesh' must be a DeviceMesh, not {type(mesh).__name__}"
+                + ("; name the placements: placements_dict={...}" if isinstance(mesh, Mapping) else "")
             )
         if placements_dict is not None and not isinstance(placements_dict, Mapping):
             raise TypeError(

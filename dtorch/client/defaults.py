@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import hints
 from ..mesh import DeviceMesh
 from . import host, runtime, torch_internals
 from .leaves import no_sync
@@ -29,8 +30,8 @@ class _OnMesh(TorchFunctionMode):
         return made.requires_grad_(True) if requires_grad else made
 
 
-@contextmanager
-def default_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+@hints.takes
+def default_mesh(mesh: DeviceMesh) -> AbstractContextManager[DeviceMesh]:
     """Within it, tensors that name no mesh are made on ``mesh``, replicated: dtorch's factories and torch's own.
 
     Example::
@@ -41,6 +42,11 @@ def default_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"default_mesh(): argument 'mesh' must be a DeviceMesh, got {type(mesh).__name__}")
+    return _default(mesh)
+
+
+@contextmanager
+def _default(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     before = runtime.set_default_mesh(mesh)
     try:
         with _OnMesh():
@@ -49,6 +55,7 @@ def default_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
         runtime.set_default_mesh(before)
 
 
+@hints.takes
 def manual_seed(seed: int) -> torch.Generator:
     """Seed every random op; ``torch.manual_seed`` does the same."""
     return torch.manual_seed(seed)

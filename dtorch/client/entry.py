@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import hints
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor import Tensor
@@ -23,6 +24,7 @@ torch_internals.set_data_by(Tensor, rebinding.become)
 composites.register()
 
 
+@hints.takes
 def redistribute(x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
     """`Tensor.redistribute` as a function, which also works inside ``torch.func``, where the class of ``x`` is hidden.
 

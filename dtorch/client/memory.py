@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from .. import hints
 from ..engine import protocol
 from ..mesh import DeviceMesh
 from . import runtime
 from .values import FREED
 
 
+@hints.takes
 def memory_stats(mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> dict[torch.device, dict[str, Any]]:
     """Live and peak bytes of tensors on each device, by device; waits until what was issued has run.
 

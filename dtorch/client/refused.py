@@ -6,10 +6,12 @@ wrongly (``storage_offset`` of a view).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
+from .. import hints
 from . import torch_internals
 
 NEEDS_MEMORY = {
@@ -29,8 +31,8 @@ SPMD = {
 }
 
 TRACING = (
-    "torch.compile, torch.export and torch.func.linearize cannot trace dtorch tensors: call the function or module as it is (Python runs "
-    "ahead of the workers; torch.func.jvp for linearize), or give them plain tensors"
+    "torch.compile, torch.export and torch.func.linearize cannot trace dtorch tensors: dtorch.compile runs a function or module with one "
+    "command to the workers; or call it as it is (Python runs ahead of the workers; torch.func.jvp for linearize), or give it plain tensors"
 )
 
 
@@ -41,6 +43,10 @@ def install(cls: type[torch.Tensor]) -> None:
     cls.storage_offset = _storage_offset  # type: ignore[method-assign, assignment]
     for name, advice in SPMD.items():
         setattr(cls, name, _Absent(name, advice))
+    ours = tuple(
+        [name for name in vars(cls) if not name.startswith("_") and name not in NEEDS_MEMORY and name not in SPMD]
+    )
+    cls.__getattr__ = _says_what_is_near(ours)  # type: ignore[attr-defined]
     cls.__tensor_flatten__ = property(_refuse_tracing)  # type: ignore[attr-defined]
     torch_internals.refuse_dlpack(cls)
 
@@ -53,6 +59,24 @@ class _Absent:
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         raise AttributeError(self._text)
+
+
+def _says_what_is_near(ours: tuple[str, ...]) -> Any:
+    """A ``__getattr__``, which is asked for what is not there. (Python's own hint leaves out classes with so many names.)"""
+
+    @functools.lru_cache(256)
+    def hint_for(name: str) -> str:
+        return "" if name.startswith("_") else hints.near(name, ours)
+
+    def missing(self: Any, name: str) -> Any:
+        try:
+            return object.__getattribute__(self, name)
+        except AttributeError as error:
+            if hint_for(name) and not any(name in vars(kind) for kind in type(self).__mro__):
+                raise AttributeError(f"{error}{hint_for(name)}") from None
+            raise
+
+    return missing
 
 
 def _refusal(name: str, advice: str) -> Any:

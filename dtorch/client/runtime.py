@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import config as _config
+from .. import hints
 from ..errors import DTorchError, WorkerLost
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
@@ -53,6 +54,7 @@ def controller() -> Controller:
     return found
 
 
+@hints.takes
 def init(
     engine: str | None = None,
     *,

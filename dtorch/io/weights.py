@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import hints
 from . import formats, transfers
 from .atomic import replacing_file, replacing_folder
 from .checkpoints import INDEX, WEIGHTS, Entry, entries_of, named_path
@@ -39,6 +40,7 @@ class Loaded:
     bytes_read: transfers.Moved
 
 
+@hints.takes
 def load(
     module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True, progress: bool = True
 ) -> Loaded:
@@ -157,6 +159,7 @@ def _near(name: str, names: Sequence[str]) -> str:
     return f"; {near[0]!r} is near" if near else ""
 
 
+@hints.takes
 def save(
     module_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor],
     path: str | os.PathLike[str],

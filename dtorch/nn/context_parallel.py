@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .. import hints
 from ..client import attention as _attention
 
 
@@ -74,6 +75,9 @@ class SdpaOption:
 
     def __exit__(self, *_: object) -> None:
         _attention.insisted.reset(self._entered.pop())
+
+
+SdpaOption.__init__ = hints.takes(SdpaOption.__init__)  # type: ignore[method-assign]
 
 
 def scaled_dot_product_attention(

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .. import creation
+from .. import creation, hints
 from ..mesh import DeviceMesh
 from ..placement import PlacementList
 from ..placing import distribute_tensor
@@ -23,6 +23,7 @@ log = logging.getLogger("dtorch")
 NOTES: WeakKeyDictionary[torch.nn.Module, list[str]] = WeakKeyDictionary()
 
 
+@hints.takes
 def distribute_module(module: torch.nn.Module, mesh: DeviceMesh, plan: Plan | str | None = None) -> torch.nn.Module:
     """Put the parameters and buffers of ``module`` on ``mesh``, as ``plan`` says; nothing else of it changes.
 

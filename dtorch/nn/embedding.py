@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import hints
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, Shard
 from .placed import ParallelLayer, checked_mesh, checked_shard_type
@@ -44,6 +45,7 @@ class Embedding(ParallelLayer, torch.nn.Embedding):
     #: Whether the class is parallel without being given a mesh: on the default mesh.
     _use_default = False
 
+    @hints.takes
     def __init__(
         self,
         num_embeddings: int,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import hints
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, Shard
 from .placed import ParallelLayer, checked_mesh, checked_shard_type
@@ -44,6 +45,7 @@ class Linear(ParallelLayer, torch.nn.Linear):
     stands_for = torch.nn.Linear
     splits = {"col": {"weight": 0, "bias": 0}, "row": {"weight": 1}, None: {}}
 
+    @hints.takes
     def __init__(
         self,
         in_features: int,
@@ -97,6 +99,7 @@ class _Split(Linear):
 
     _shard_type: str | None
 
+    @hints.takes
     def __init__(
         self,
         in_features: int,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import hints
 from ..mesh import DeviceMesh
 from ..placement import PlacementList
 from ..sharding.layout import local_shape
@@ -86,6 +87,7 @@ class Summary:
         )
 
 
+@hints.takes
 def summary(module: torch.nn.Module) -> Summary:
     """A table of a module's parameters and buffers: global shape, dtype, placements, and the bytes of the largest part on a device.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from .. import hints
 from ..client import inserted, lines
 from ..errors import ImplicitCommunication
 from ..sharding import transfer
@@ -43,6 +43,7 @@ class set_implicit_communication:
           input 0: shape (4,), [Shard(dim=0)]
     """
 
+    @hints.takes
     def __init__(self, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(
@@ -78,7 +79,7 @@ def _object(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], ca
     message = _message(name, call, specs, moved)
     if inserted.mode == "error":
         raise ImplicitCommunication(message)
-    warnings.warn(message, stacklevel=2)
+    lines.warn(message)
 
 
 def _message(name: str, call: Call | None, specs: list[Spec], moved: list[tuple[Spec, Spec]]) -> str:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .. import hints
 from ..client import runtime
 from ..errors import DTorchError
 from . import trace
@@ -21,6 +22,7 @@ LIMIT = 1 << 18
 _running = threading.Lock()
 
 
+@hints.takes
 @contextmanager
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     """Trace what runs within, and write it to ``path`` in the end: open it in https://ui.perfetto.dev or chrome://tracing.

@@ -161,8 +161,9 @@ def test_the_ninth_recording() -> None:
     compiled = dtorch.compile(lambda x, scale: x * scale)
     for scale in range(8):
         close(silently(compiled, placed(X), scale), X * scale)
-    with pytest.warns(UserWarning, match=r"recorded 8 times.*what varies is argument 'scale' \(0, 1, 2, …\)"):
+    with pytest.warns(UserWarning, match=r"recorded 8 times.*what varies is argument 'scale' \(0, 1, 2, …\)") as told:
         close(compiled(placed(X), 100), X * 100)
+    assert [one.filename for one in told] == [__file__]
     close(silently(compiled, placed(X), 200), X * 200)
     close(captured(compiled, placed(X), 3), X * 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 
 import pytest
@@ -39,8 +40,11 @@ def test_error_names_op_placements_and_line() -> None:
 
 def test_warn() -> None:
     x = placed(Shard(1))
-    with dtorch.set_implicit_communication("warn"), pytest.warns(UserWarning, match="does not ask for"):
-        x.softmax(1)
+    with dtorch.set_implicit_communication("warn"), pytest.warns(UserWarning, match="does not ask for") as told:
+        torch.nn.Softmax(1)(x)
+    assert [(one.filename, linecache.getline(one.filename, one.lineno).strip()) for one in told] == [
+        (__file__, "torch.nn.Softmax(1)(x)")
+    ]
 
 
 def test_what_is_not_implicit() -> None:
