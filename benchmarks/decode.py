@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import dtorch
-from dtorch.client import dispatch
+from dtorch.client import dispatch, planning
 
 from .measure import Row, ratio, rounds, row
 
@@ -59,7 +59,7 @@ def run() -> list[Row]:
     def forget() -> None:
         """The lengths; not the forms of ops, nor what does not depend on lengths."""
         dtorch.synchronize()
-        dispatch._PLANS.forget()
+        planning.PLANS.forget()
         generate(model, placed, 8)
 
     growing = lambda: generate(model, placed)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import dtorch
-from dtorch.client import dispatch, runtime, torch_internals
+from dtorch.client import dispatch, planning, runtime, torch_internals
 from dtorch.client.handles import wrap
 from dtorch.client.values import FREED, new_value
 from dtorch.engine import protocol
@@ -83,8 +83,8 @@ def _parts(x: Any, y: Any, channel: ClientChannel) -> list[Row]:
     """What ``x + y`` is made of, each part alone."""
     controller = runtime.controller()
     info = dispatch.info_of(torch.ops.aten.add.Tensor)
-    key = dispatch.key_of(info, (x, y), {}, [], [])
-    plan = dispatch._PLANS.get(key)
+    key = planning.key_of(info, (x, y), {}, [], [])
+    plan = planning.PLANS.get(key)
     spec, value = plan.outputs[0], x._value
     batch = [[plan.program_id, 1000 + i, 2000 + i, 3000 + i] for i in range(BATCH)]
     bare = _bare(spec)
@@ -113,8 +113,8 @@ def _parts(x: Any, y: Any, channel: ClientChannel) -> list[Row]:
 
     parts = {
         "torch, to __torch_dispatch__ and back": (lambda: bare + bare, 1),
-        "key: of the op and the specs": (lambda: dispatch.key_of(info, (x, y), {}, [], []), 1),
-        "plan: looked up": (lambda: dispatch._PLANS.get(key), 1),
+        "key: of the op and the specs": (lambda: planning.key_of(info, (x, y), {}, [], []), 1),
+        "plan: looked up": (lambda: planning.PLANS.get(key), 1),
         "inputs: of this cluster, and no stale copy (generation)": (inputs, 1),
         "wrap: the new handle": (lambda: wrap(spec, value), 1),
         "user line": (lambda: controller.history.note(0, info.name, 2), 1),

@@ -13,7 +13,7 @@ import tracemalloc
 import torch
 
 import dtorch
-from dtorch.client import dispatch
+from dtorch.client import planning
 
 from .measure import Row
 
@@ -38,7 +38,7 @@ def run() -> list[Row]:
     torch.set_num_threads(1)
     dtorch.init(engine="simulate")
     mesh = dtorch.DeviceMesh("cpu", [0, 1])
-    plans, forms = dispatch._PLANS, dispatch._FORMS
+    plans, forms = planning.PLANS, planning.FORMS
     with torch.no_grad():
         _meet(mesh, range(10, 60), all_ops=True)
         tracemalloc.start()

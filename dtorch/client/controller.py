@@ -42,6 +42,8 @@ log = logging.getLogger("dtorch")
 BATCH = 128
 #: Commands the client may run ahead of the slowest worker.
 AHEAD = 8192
+#: How far ahead it is, it looks after every so many of them: a mask.
+LOOK = 255
 #: Bytes of results, per device, that may be asked for ahead of the workers.
 AHEAD_BYTES = 1 << 30
 #: Tensors up to this size travel inside messages, larger ones through shared memory.
@@ -191,14 +193,14 @@ class Controller:
     def ran(self, nbytes: int) -> None:
         """Take note of an op that was issued, and of the bytes that its results take on a device. Called without the lock."""
         self.bytes_ahead += nbytes
-        if not self.sequence & 255 or self.bytes_ahead > AHEAD_BYTES:
+        if not self.sequence & LOOK or self.bytes_ahead > AHEAD_BYTES:
             self.pressure()
         if self.sync:
             self.synchronize()
 
     def pressure(self) -> None:
         """Wait while the workers are too far behind. Called without the lock, after an op."""
-        if self.sequence % 256 and self.bytes_ahead < AHEAD_BYTES:
+        if self.sequence & LOOK and self.bytes_ahead < AHEAD_BYTES:
             return
         engine = self.engine
         if self.bytes_ahead >= AHEAD_BYTES:

@@ -18,8 +18,9 @@ aten = torch.ops.aten
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``out=``: computed as without, then copied in, which keeps the destination's placements."""
-    if not any(type(t) is Tensor and t._spec is not None for t in tensors_in((args, kwargs))):
-        return host.run(info, args, kwargs)
+    result = host.run(info, args, kwargs)
+    if result is not NotImplemented:
+        return result
     names = [a.name for a in info.outs]
     outs = {name: kwargs[name] for name in names if name in kwargs}
     flat = tensors_in(outs)

@@ -5,7 +5,6 @@ The way of ``z = x + y``: key of (op, specs, constants) → plan → outputs wra
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -14,31 +13,23 @@ import torch
 from torch import get_default_dtype
 
 from ..errors import DTorchError, MeshMismatch
-from ..mesh import DeviceMesh
 from ..sharding import shapes
-from ..sharding.choose import Weighed
-from ..sharding.forms import form_of, resized, serves_its_form
-from ..sharding.plan import Choice, Plan, check, decide, describe, plan_gathered, returns, write_plan
+from ..sharding.plan import Choice, Plan, plan_gathered, returns
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
-from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import aliasing, host, inserted, issuing, kept, lines, runtime
 from .aliasing import root_of
-from .controller import LARGE_BYTES, Controller
+from .controller import AHEAD_BYTES, LARGE_BYTES, LOOK, Controller
 from .handles import describe as describe_handle
-from .handles import tensors_in, wrap, wrap_view
+from .handles import wrap, wrap_view
 from .interrupts import critical
-from .recent import Recent
+from .planning import PLANS, forget_plans, key_of, make_plan, with_metas, with_tensors, written_plan
 from .torch_internals import make_wrapper
 from .values import FREED, Taken, new_value, next_value_id
 
-log = logging.getLogger("dtorch")
-
 #: Frames from `History.note` up to who called `dispatch`, by way of `execute_simple`; `execute` takes one more.
 CALLER = 5
-#: Plans kept, over all ops: some 50 MB (`benchmarks/receivers`).
-PLANS_KEPT = 20_000
 
 
 class CallInfo(OpInfo):
@@ -53,13 +44,6 @@ class CallInfo(OpInfo):
 
 #: By the op's id: hashing an OpOverload runs Python. Each info keeps its op alive.
 _INFOS: dict[int, CallInfo] = {}
-#: A `Choice` where something moves first: with kept copies its own program is never run.
-_PLANS = Recent(PLANS_KEPT)
-#: By their form: a plan that serves every call of it, or what each chooses among.
-_FORMS = Recent(PLANS_KEPT)
-
-#: Follows the type of a number in a key if the number `enlarges`: then pending sums may not be scaled by it.
-ENLARGES = object()
 
 
 def info_of(op: Any) -> CallInfo:
@@ -67,21 +51,6 @@ def info_of(op: Any) -> CallInfo:
     if found is None:
         found = _INFOS[id(op)] = CallInfo(op)
     return found
-
-
-def forget_plans() -> None:
-    """A cluster ended, so its programs are gone; or what ops give has changed."""
-    log.debug("plans: %r; forms: %r", _PLANS, _FORMS)
-    _PLANS.forget()
-    _FORMS.forget()
-
-
-#: What is no tensor, and holds none: `isinstance` of a tensor takes longer.
-_CONSTANTS = frozenset({int, bool, type(None)})
-
-
-class _Slow(Exception):
-    """The call has a tensor that is not placed yet."""
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +88,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
     if get_default_dtype() is not controller.default_dtype:
         forget_plans()
         controller.follow_default_dtype()
-    plan = _PLANS.get(key) or _PLANS.older(key)
+    plan = PLANS.get(key) or PLANS.older(key)
     if plan is None:
         is_gathered = False
         try:
@@ -133,174 +102,24 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
         if plan is None:  # an optimizer's, of a model whose stages have meshes of their own
             return _one_by_one(info, args, kwargs)
-        _PLANS.put(key, plan)
+        PLANS.put(key, plan)
     if inserted.mode != "allow":
         aliasing.tell(tensors, plan.writes)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
+    if plan.is_inplace and tensors[plan.writes[0]]._value.copy is None:
+        return execute_inplace(info, plan, tensors, numbers, controller)
     if plan.is_view:
         return execute_view(info, plan, args, kwargs, tensors[0], numbers, controller)
     return execute(info, plan, args, kwargs, tensors, numbers, controller)
 
 
-def key_of(
-    info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[Any]
-) -> tuple | None:
-    """All that the plan of a call depends on, its tensors and numbers appended; None if a tensor is not placed."""
-    key: list[Any] = [info]
-    try:
-        for value, is_number in zip(args, info.positions_of_numbers):  # noqa: B905 - the schema may be longer
-            kind = type(value)
-            if kind is Tensor:
-                spec = value._spec
-                if spec is None:
-                    raise _Slow
-                key.append(spec)
-                tensors.append(value)
-            elif is_number and (kind is float or kind is int or kind is bool):
-                key.append(kind)
-                if not -1.0 <= value <= 1.0:
-                    key.append(ENLARGES)
-                numbers.append(value)
-            elif kind in _CONSTANTS:
-                key.append(value)
-            elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
-                key.append(collect(value, is_number, tensors, numbers))
-            else:
-                key.append(value)
-        for name, value in kwargs.items():
-            key.append(name)
-            key.append(collect(value, info.by_name[name].is_number, tensors, numbers))
-    except _Slow:
-        return None
-    return tuple(key)
-
-
-def collect(value: Any, is_number: bool, tensors: list[Tensor], numbers: list[Any]) -> Any:
-    """The part of the key that ``value`` makes; its tensors and numbers are appended."""
-    kind = type(value)
-    if kind is Tensor:
-        if value._spec is None:
-            raise _Slow
-        tensors.append(value)
-        return value._spec
-    if is_number and (kind is float or kind is int or kind is bool):
-        numbers.append(value)
-        return kind if -1.0 <= value <= 1.0 else (kind, ENLARGES)
-    if kind is list or kind is tuple:
-        if not is_number and value and type(value[0]) is int:  # sizes or dims: a list of ints has nothing else
-            return tuple(value)
-        return tuple([collect(item, is_number, tensors, numbers) for item in value])
-    if isinstance(value, torch.Tensor):
-        raise _Slow
-    return value
-
-
 def place_and_call(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call in which some tensor is uncommitted or plain: on the client if none is placed, else place them first."""
-    mesh = mesh_of(args, kwargs)
-    if mesh is None:
-        return host.run(info, args, kwargs)
-    args, kwargs = host.place(info, args, kwargs, mesh)
-    return call(info, args, kwargs)
-
-
-def mesh_of(args: Any, kwargs: dict[str, Any]) -> DeviceMesh | None:
-    """The mesh of the first tensor that is placed, or is a view of one that has been."""
-    for tensor in tensors_in((args, kwargs)):
-        if type(tensor) is Tensor:
-            placed = tensor if tensor._spec is not None else tensor._host.root.joined
-            if placed is not None:
-                return placed._spec.mesh
-    return None
-
-
-def make_plan(
-    info: CallInfo,
-    args: Any,
-    kwargs: dict[str, Any],
-    tensors: Sequence[Tensor],
-    numbers: Sequence[Any],
-    controller: Controller,
-    choice: Choice | None,
-) -> Plan | Choice:
-    """Plan a call, and tell the workers its program unless kept copies may make it needless."""
-    for tensor in tensors:
-        if tensor._value.id < controller.floor:
-            raise controller.foreign()
-    specs = [t._spec for t in tensors]
-    if choice is None:
-        metas: list[TensorArg] = []
-        given = with_metas(args, kwargs, metas)
-        by_form = info.is_checked_by_form and not numbers
-        described = describe(info, *given, specs, tuple(metas), checked=by_form)
-    else:
-        described, by_form = choice.call, False
-    form = served = None
-    if info.by_form:
-        form = form_of(info, described, specs)
-        served = _FORMS.get(form) or _FORMS.older(form)
-        if type(served) is Plan:
-            return resized(info, served, described)
-    if by_form:
-        check(described, specs[0].mesh)
-    # Where everything has been moved already the choice is free when made anew, so that its plan can serve its form.
-    choice = None if choice is None else choice.at(specs)
-    if choice is None or (info.by_form and not choice.moves):
-        choice = decide(info, described, specs, served)
-    controller.mesh(choice.mesh)
-    if form is not None and served is None and choice.moves and not choice.writes:
-        weighed = Weighed.of(described, specs)
-        if weighed is not None:
-            _FORMS.put(form, weighed)
-    if choice.moves and choice.makes_fresh:
-        return choice
-    plan = written_plan(choice, specs, controller)
-    if form is not None and serves_its_form(plan):
-        _FORMS.put(form, plan)
-    return plan
-
-
-def written_plan(choice: Choice, specs: list[Spec], controller: Controller) -> Plan:
-    """The plan of a choice, its program known to the workers."""
-    plan = write_plan(choice, specs)
-    plan.program_id = controller.define(plan.program)
-    log.debug(
-        "plan of %s: program %d, outputs %s, moves %s", choice.info.name, plan.program_id, plan.outputs, plan.moves
-    )
-    return plan
-
-
-def with_metas(
-    args: Any, kwargs: dict[str, Any], metas: list[TensorArg] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a `TensorArg` for every tensor, numbered in order, and appended to ``metas``."""
-    found: list[TensorArg] = [] if metas is None else metas
-
-    def convert(value: Any) -> Any:
-        kind = type(value)
-        if kind is Tensor:
-            spec = value._spec
-            meta = TensorArg(len(found), tuple(spec.shape), spec.stride, spec.dtype)
-            found.append(meta)
-            return meta
-        if kind is list or kind is tuple or isinstance(value, (list, tuple)):
-            return [convert(item) for item in value]
-        return value
-
-    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()} if kwargs else {}
-
-
-def _with_tensors(args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:
-    """The arguments with other tensors, numbered in order."""
-    following = iter(tensors)
-
-    def convert(value: Any) -> Any:
-        if type(value) is Tensor:
-            return next(following)
-        return [convert(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()}
+    result = host.run(info, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    return call(info, *host.place(info, args, kwargs, host.mesh_of(args, kwargs)))
 
 
 def execute(
@@ -324,20 +143,22 @@ def execute(
             if uses.pending:
                 whole = kept.summed_before(uses, tensors, controller)
                 if whole is not None:
-                    return call(info, *_with_tensors(args, kwargs, whole))
-            moves, completed = kept.moves_of(plan, uses, tensors), uses.completed
-        else:
-            moves, completed = plan.moves, plan.completed
-        if moves or completed:
+                    return call(info, *with_tensors(args, kwargs, whole))
+        if inserted.is_heard(plan.decision.gathered):
             specs = [t._spec for t in tensors]
-            moves = (*moves, *completed, *returns(plan, specs))
-            inserted.tell(info.name, specs, moves, plan.decision.gathered, plan.call)
+            if type(plan) is Choice:
+                moves, completed = kept.moves_of(plan, uses, tensors), uses.completed
+            else:
+                moves, completed = plan.moves, plan.completed
+            if moves or completed:
+                moves = (*moves, *completed, *returns(plan, specs))
+                inserted.tell(info.name, specs, moves, plan.decision.gathered, plan.call)
         if type(plan) is Choice:
             copies, count = kept.brought(uses, tensors, info.name, controller)
             if count:
                 if uses.plan is not None and count == len(plan.moves):
                     return execute_simple(info, uses.plan, copies, numbers, controller)
-                args, kwargs = _with_tensors(args, kwargs, copies)
+                args, kwargs = with_tensors(args, kwargs, copies)
                 result = call(info, args, kwargs, plan)
                 if count == len(plan.moves):
                     uses.plan = _simple_plan(info, args, kwargs)
@@ -362,7 +183,7 @@ def execute(
 
 def _simple_plan(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> Plan | None:
     """The plan by which a call has just been run, if it was `execute_simple` that ran it."""
-    plan = _PLANS.get(key_of(info, args, kwargs, [], []))
+    plan = PLANS.get(key_of(info, args, kwargs, [], []))
     return plan if type(plan) is Plan and plan.is_simple else None
 
 
@@ -454,8 +275,36 @@ def execute_simple(
     result = make_wrapper(*(spec.handle or describe_handle(spec)))
     result._spec = spec
     result._value = made
-    controller.ran(plan.nbytes)
+    controller.bytes_ahead += plan.nbytes
+    if not controller.sequence & LOOK or controller.bytes_ahead > AHEAD_BYTES or controller.sync:
+        controller.ran(0)
     return result
+
+
+def execute_inplace(
+    info: CallInfo, plan: Plan, tensors: Sequence[Tensor], numbers: Sequence[Any], controller: Controller
+) -> Tensor:
+    """`execute` for the common kind of in-place op: one tensor, which is no copy, is written where it is, and returned."""
+    target = tensors[plan.writes[0]]
+    command = [plan.program_id]
+    floor = controller.floor
+    with controller.lock:
+        for tensor in tensors:
+            value = tensor._value
+            if value.id < floor:
+                raise controller.foreign()
+            if value.copy is not None:
+                aliasing.refresh(controller, value)
+            command.append(value.id)
+        if numbers:
+            command += numbers
+        if plan.operands:
+            command += plan.operands
+        target._value.root.generation += 1  # before: a Ctrl-C after the write must not leave its aliases as they were
+        controller.issue(command, info.name, CALLER)
+    if not controller.sequence & LOOK or controller.sync:
+        controller.ran(0)
+    return target
 
 
 def execute_view(
@@ -512,4 +361,3 @@ def call_gathered(
 
 
 Tensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
-runtime.on_close.append(forget_plans)

@@ -14,7 +14,7 @@ from ..tensor import Tensor
 from . import composites, dispatch, host, rebinding, refused, torch_internals, values_out
 from . import redistribute as _redistribute
 
-torch_internals.register_device(host.make, lambda seed: None)
+torch_internals.register_device(host.make, host.factory, lambda seed: None)
 torch_internals.support_foreach(Tensor)
 torch_internals.expect_no_rules(Tensor)
 torch_internals.refuse_wrappers(Tensor, DeviceMesh)

@@ -6,6 +6,7 @@ replicated value; as the destination of an in-place write it takes the source's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,20 +64,13 @@ def make(plain: torch.Tensor, root: HostRoot | None = None) -> Tensor:
 
 
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op among uncommitted and plain tensors on the client."""
+    """Run an op among uncommitted and plain tensors on the client; `NotImplemented` if one is placed, or a view of one that is by now."""
     ours: list[Tensor] = []
     try:
         plain_args = [_strip(a, ours) for a in args]
-        plain_kwargs = {name: _strip(v, ours) for name, v in kwargs.items()}
-    except _Joined:  # a view of a tensor that joined a mesh: it is there too
-        has_joined = True
-    else:
-        has_joined = False
-    if has_joined:
-        args, kwargs = place(info, args, kwargs, _joined_mesh(args, kwargs))
-        from .dispatch import call
-
-        return call(info, args, kwargs)
+        plain_kwargs = {name: _strip(v, ours) for name, v in kwargs.items()} if kwargs else {}
+    except _Placed:
+        return NotImplemented
     if "device" in plain_kwargs and torch_internals.is_our_device(plain_kwargs["device"] or "cpu"):
         plain_kwargs["device"] = torch_internals.CPU
     recorder = watch.recorder()
@@ -85,10 +79,27 @@ def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             result = torch_internals.direct(info.op)(*plain_args, **plain_kwargs)
         else:
             result = recorder.plain_op(info.op, plain_args, plain_kwargs)
+    if info.makes_fresh:
+        return _wrap(result, ())
     if info.is_mutable:
         for tensor in ours:
             _follow(tensor)
     return _wrap(result, ours)
+
+
+def factory(op: Any) -> Any:
+    """torch's kernel of an op that takes no tensor, for our device: what it makes is uncommitted."""
+    call = torch_internals.direct(op)
+
+    def kernel(
+        *args: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    ) -> torch.Tensor:
+        recorder = watch.recorder()
+        if recorder is None:
+            return make(call(*args, dtype=dtype, device=torch_internals.CPU))
+        return make(recorder.plain_op(op, args, {"dtype": dtype, "device": torch_internals.CPU}))
+
+    return kernel
 
 
 def _follow(tensor: Tensor) -> None:
@@ -102,24 +113,25 @@ def _follow(tensor: Tensor) -> None:
 def _strip(value: Any, ours: list[Tensor]) -> Any:
     """The plain tensors of uncommitted ones, which are collected in ``ours``."""
     if type(value) is Tensor:
-        if value._host.root.joined is not None:
-            raise _Joined
+        handle = value._host
+        if handle is None or handle.root.joined is not None:
+            raise _Placed
         ours.append(value)
-        return value._host.plain
+        return handle.plain
     if isinstance(value, (list, tuple)):
         return [_strip(item, ours) for item in value]
     return value
 
 
-def _wrap(value: Any, ours: list[Tensor]) -> Any:
-    """Uncommitted tensors for plain results; an in-place op's own, and the root of what a view shares memory with."""
+def _wrap(value: Any, ours: Sequence[Tensor]) -> Any:
+    """Uncommitted tensors for plain results; of ``ours`` an in-place op's own, and the root of what a view shares memory with."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             return value
         for tensor in ours:
             if tensor._host.plain is value:
                 return tensor
-        storage = value.untyped_storage()._cdata
+        storage = value.untyped_storage()._cdata if ours else 0
         for tensor in ours:
             if tensor._host.plain.untyped_storage()._cdata == storage:
                 return make(value, tensor._host.root)
@@ -131,21 +143,27 @@ def _wrap(value: Any, ours: list[Tensor]) -> Any:
     return value
 
 
-class _Joined(Exception):
+class _Placed(Exception):
     pass
 
 
-def _joined_mesh(args: Any, kwargs: dict[str, Any]) -> DeviceMesh:
+def mesh_of(args: Any, kwargs: dict[str, Any]) -> DeviceMesh | None:
+    """The mesh of the first tensor that is placed, or is a view of one that has been."""
+    for tensor in args:
+        if type(tensor) is Tensor and tensor._spec is not None:
+            return tensor._spec.mesh
     for tensor in tensors_in((args, kwargs)):
-        if type(tensor) is Tensor and tensor._host is not None and tensor._host.root.joined is not None:
-            return tensor._host.root.joined._spec.mesh
-    raise AssertionError("no tensor has joined a mesh")
+        if type(tensor) is Tensor:
+            placed = tensor if tensor._spec is not None else tensor._host.root.joined
+            if placed is not None:
+                return placed._spec.mesh
+    return None
 
 
 def place(info: Any, args: Any, kwargs: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, dict[str, Any]]:
     """Bring every uncommitted or plain tensor of a call to ``mesh``."""
     written = {a.name for a in info.written}
-    sources = _placed(args, kwargs)
+    sources = _placed(args, kwargs) if written else []
 
     def convert(value: Any, is_written: bool) -> Any:
         if type(value) is Tensor:

@@ -11,7 +11,7 @@ from . import watch
 
 #: What `dtorch.set_implicit_communication` has set.
 mode = "allow"
-#: Called with what is told.
+#: Called with what is told, first by `dtorch.observe.implicit`, which minds by the mode.
 before_moves: list[Any] = []
 
 
@@ -23,6 +23,11 @@ class Told(NamedTuple):
     moves: Sequence[tuple[Spec, Spec]]
     gathered: bool
     call: Call | None
+
+
+def is_heard(gathered: bool) -> bool:
+    """Whether anybody would mind what `tell` has to say: nearly always nobody does."""
+    return gathered or mode != "allow" or len(before_moves) > 1 or bool(watch.recorders)
 
 
 def tell(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], gathered: bool, call: Call | None) -> None:

@@ -84,10 +84,10 @@ def draw_key() -> int:
 def run(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The dispatch handler of every random op."""
     target = args[0] if isinstance(args[0], torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))
-    tensors = (value for value in (*args, *kwargs.values()) if type(value) is Tensor)
-    mesh = next((tensor._spec.mesh for tensor in tensors if tensor._spec is not None), None)
-    if mesh is None:
-        return host.run(info, args, kwargs)
+    result = host.run(info, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    mesh = host.mesh_of(args, kwargs)
     args, kwargs = host.place(info, args, kwargs, mesh)
     args, kwargs = _named_generator(info, args, kwargs)
     generator = kwargs.get("generator")
@@ -221,7 +221,7 @@ def _tell_of_fetching(info: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def on_workers(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Every device runs the op on whole inputs with a generator of the same seed, so that replicas agree."""
-    from . import dispatch
+    from . import planning
 
     tensors: list[Tensor] = []
     numbers: list[Any] = []
@@ -229,8 +229,8 @@ def on_workers(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         *zip(info.arguments, args, strict=False),
         *((info.by_name[n], v) for n, v in kwargs.items()),
     ]:
-        dispatch.collect(value, argument.is_number, tensors, numbers)
-    metas, named = dispatch.with_metas(args, kwargs)
+        planning.collect(value, argument.is_number, tensors, numbers)
+    metas, named = planning.with_metas(args, kwargs)
     mesh = tensors[0]._spec.mesh
     builder = Builder(mesh, len(tensors), len(numbers))
     whole = [t._spec.replicate() for t in tensors]

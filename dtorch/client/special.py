@@ -46,17 +46,15 @@ def handler_for(info: Any) -> Handler | None:
         return decompose
     if "device" in info.by_name:
         return run_with_device
-    if info.written:
-        return run_written
+    if info.op in FILLS_PLAIN:
+        return fill_plain
     return None
 
 
 def decompose(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the ops that it is made of. Some decompositions are Python (stft) and compare ``.device``s, so plain tensors are placed first."""
-    from .dispatch import mesh_of
-
     if any(type(t) is not Tensor for t in tensors_in((args, kwargs))):
-        mesh = mesh_of(args, kwargs)
+        mesh = host.mesh_of(args, kwargs)
         if mesh is None:
             return host.run(info, args, kwargs)
         args, kwargs = host.place(info, args, kwargs, mesh)
@@ -94,10 +92,10 @@ def _on_meta(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return info.op(*[convert(a) for a in args], **{name: convert(v) for name, v in kwargs.items()})
 
 
-def run_written(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An in-place op: ``plain.copy_(x)`` and ``plain[...] = x`` wait and fill; other plain destinations are errors (in `place`)."""
+def fill_plain(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``plain.copy_(x)`` and ``plain[...] = x`` wait and fill; other plain destinations are errors (in `place`)."""
     target = args[0] if args else None
-    if isinstance(target, torch.Tensor) and type(target) is not Tensor and info.op in FILLS_PLAIN:
+    if isinstance(target, torch.Tensor) and type(target) is not Tensor:
 
         def fetch(value: Any) -> Any:
             if type(value) is Tensor:

@@ -55,8 +55,20 @@ def is_our_device(found: Any) -> bool:
     return _library is not None and torch.device(found).type == BACKEND
 
 
-def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Callable[[int], None]) -> None:
-    """Make ``dtorch`` a device type whose factories return ``make_host(plain tensor)``: PrivateUse1, renamed.
+#: Composites of ``empty`` and an op on it, which would reach dispatch. Others are rarer.
+_FACTORIES = (
+    torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step, torch.ops.aten.full.default,
+    torch.ops.aten.ones.default, torch.ops.aten.zeros.default,
+)  # fmt: skip
+
+
+def register_device(
+    make_host: Callable[[torch.Tensor], torch.Tensor],
+    factory: Callable[[torch._ops.OpOverload], Callable[..., torch.Tensor]],
+    seed: Callable[[int], None],
+) -> None:
+    """Make ``dtorch`` a device type whose factories return ``make_host(plain tensor)``, some by a kernel of their own:
+    PrivateUse1, renamed.
 
     So ``torch.zeros(3, device=x.device)`` in library code makes a tensor of ours. torch writes into it with our dispatch excluded, so it
     must have real memory.
@@ -116,6 +128,8 @@ def register_device(make_host: Callable[[torch.Tensor], torch.Tensor], seed: Cal
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("empty.memory_format", empty, "PrivateUse1")
     _library.impl("empty_strided", empty_strided, "PrivateUse1")
+    for op in _FACTORIES:
+        _library.impl(op.name().removeprefix("aten::"), factory(op), "PrivateUse1")
     _library.impl("_copy_from", copy_from, "PrivateUse1")
 
 

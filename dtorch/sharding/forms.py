@@ -8,7 +8,7 @@ choice that was *free* (nothing moves, and no other was weighed) follows from th
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,34 +20,53 @@ from .spec import Spec
 from .strategy import Call, TensorArg, enlarges
 
 
+class Kind:
+    """What the form of a call has of a tensor: all that its spec says but sizes. Interned."""
+
+    __slots__ = ("__weakref__",)
+
+
+_KINDS: weakref.WeakValueDictionary[tuple, Kind] = weakref.WeakValueDictionary()
+
+
+def kind_of(spec: Spec) -> Kind:
+    """The kind of tensors of ``spec``, which keeps it."""
+    # Placements are compared by identity, as everywhere in planning: hashing one runs Python.
+    parts = (spec.mesh, *map(id, spec.placements), len(spec.shape), _order(spec), spec.dtype)
+    spec.kind = _KINDS.get(parts) or _KINDS.setdefault(parts, Kind())
+    return spec.kind
+
+
 def form_of(info: OpInfo, call: Call, specs: Sequence[Spec]) -> tuple[Any, ...]:
     """The form of ``call`` on tensors of ``specs``."""
-    known = {0: 0, 1: 1}
-    form = [info, *[_form(v, a.is_number, specs, known) for v, a in zip(call.args, info.arguments, strict=False)]]
+    sizes = [0, 1]
+    form = [info, *[_form(v, a.is_number, specs, sizes) for v, a in zip(call.args, info.arguments, strict=False)]]
     for name, value in call.kwargs.items():
-        form += (name, _form(value, info.by_name[name].is_number, specs, known))
+        form += (name, _form(value, info.by_name[name].is_number, specs, sizes))
     if info.by_shards:
         form += [spec.shape[p.dim] for spec in specs for p in spec.placements if is_split(p)]  # type: ignore[attr-defined]
-    form += [None if o is None else (_sizes(o.shape, known), _order(o), o.dtype) for o in call.outputs]
+    for out in call.outputs:
+        if out is None:
+            form.append(None)
+        else:
+            sizes += out.shape
+            form += (len(out.shape), _order(out), out.dtype)
+    form.append(tuple(map(sizes.index, sizes)))  # each size as the place of the first that equals it
     return tuple(form)
 
 
-def _form(value: Any, is_number: bool, specs: Sequence[Spec], known: dict[int, int]) -> Any:
+def _form(value: Any, is_number: bool, specs: Sequence[Spec], sizes: list[int]) -> Any:
+    """What the form has of an argument; the sizes of its tensors are appended."""
     kind = type(value)
     if kind is TensorArg:
+        sizes += value.shape
         spec = specs[value.index]
-        # Placements are compared by identity, as everywhere in planning: hashing one runs Python.
-        return (spec.mesh, *map(id, spec.placements), _sizes(value.shape, known), _order(spec), value.dtype)
+        return spec.kind or kind_of(spec)
     if kind is list or kind is tuple:
-        return tuple([_form(item, is_number, specs, known) for item in value])
+        return tuple([_form(item, is_number, specs, sizes) for item in value])
     if is_number and (kind is float or kind is int or kind is bool):
         return kind, enlarges(value)
     return value
-
-
-def _sizes(shape: Sequence[int], known: dict[int, int]) -> tuple[int, ...]:
-    """Each size as the number of the first that equals it."""
-    return tuple([known.setdefault(size, len(known)) for size in shape])
 
 
 def _order(tensor: Any) -> tuple[int, ...] | None:
@@ -63,19 +82,14 @@ def serves_its_form(plan: Plan) -> bool:
 def resized(info: OpInfo, plan: Plan, call: Call) -> Plan:
     """The plan of ``call``, which has the form of the call that ``plan`` was made for."""
     other = object.__new__(Plan)
-    for name, value in zip(_FIELDS, _values_of(plan)):  # noqa: B905 - one for each
-        _set(other, name, value)
-    other.outputs = tuple(
+    fields = vars(other)
+    fields.update(vars(plan))
+    fields["outputs"] = outputs = tuple(
         [
             None if spec is None else spec.resized(out.shape, out.stride)  # type: ignore[union-attr]
             for spec, out in zip(plan.outputs, call.outputs)  # noqa: B905 - one for each
         ]
     )
-    other.call = call
-    other.nbytes = fresh_bytes(info, other.outputs)
+    fields["call"] = call
+    fields["nbytes"] = fresh_bytes(info, outputs)
     return other
-
-
-_FIELDS = tuple(name for name in Plan.__slots__ if name not in ("outputs", "call", "nbytes"))
-_values_of = operator.attrgetter(*_FIELDS)
-_set = object.__setattr__

@@ -45,7 +45,7 @@ class Choice:
     plan: Plan | None = None
     #: What who runs it keeps of it.
     kept: Any = None
-    is_simple = is_view = is_direct = False
+    is_simple = is_inplace = is_view = is_direct = False
 
     def at(self, specs: Sequence[Spec]) -> Choice:
         """The same choice for the same tensors under other placements."""
@@ -61,7 +61,7 @@ class Choice:
         )
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class Plan:
     """How to run one op on tensors of given specs, and what comes out.
 
@@ -87,6 +87,8 @@ class Plan:
     names_shapes: bool = False
     #: One fresh result, nothing written, nothing moved.
     is_simple: bool = dataclasses.field(init=False)
+    #: One tensor written, and returned, nothing moved.
+    is_inplace: bool = dataclasses.field(init=False)
     #: Nothing moved or completed, and one tensor written at most.
     is_direct: bool = dataclasses.field(init=False)
     #: One view, and each device views what it has of the base.
@@ -101,6 +103,9 @@ class Plan:
         self.completed = completions(self)
         moved = self.moves or self.completed
         self.is_simple = fresh and self.structure == "tensor" and not self.writes and not moved
+        self.is_inplace = (
+            self.structure == "tensor" and len(self.writes) == 1 and self.aliases == self.writes and not moved
+        )
         self.is_direct = not moved and len(self.writes) < 2
         tensor = self.structure == "tensor" and self.aliases == (0,) and self.outputs[0] is not None
         self.is_view = tensor and not (self.writes or moved or self.detached)

@@ -80,6 +80,8 @@ class OpInfo:
             i: alias for i, alias in enumerate(self.return_aliases) if alias is not None and alias.is_write
         }
         self.returned_inputs = frozenset(self.returned)
+        #: No result is an input, or a view of one.
+        self.makes_fresh = not any(self.return_aliases) and not self.is_mutable
         self.is_view = any(alias is not None for i, alias in enumerate(self.return_aliases) if i not in self.returned)
         #: Made of other ops. silu_backward and two more have a kernel beside the formula, which rounds otherwise.
         self.is_composite = not any(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,6 +36,7 @@ class Spec:
         "pieces",
         "key",
         "handle",
+        "kind",
         "__weakref__",
     )
 
@@ -56,6 +59,8 @@ class Spec:
     pieces: int
     #: What the client makes handles with (`dtorch.client.handles`), or None as yet.
     handle: tuple | None
+    #: What forms of calls have of it (`dtorch.sharding.forms`), or None as yet.
+    kind: Any
 
     @staticmethod
     def of(
@@ -87,14 +92,14 @@ class Spec:
             found.pieces = math.prod([n for n, p in zip(mesh.shape, placements, strict=True) if is_split(p)])
             found.local_nbytes = found.nbytes // found.pieces
             found.key = key
-            found.handle = None
+            found.handle = found.kind = None
             if found.has_packed:
                 _check_packed(found)
             found = _SPECS.setdefault(key, found)
         return found
 
     def resized(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Spec:
-        """The spec of a tensor of another size that is placed alike: `of`, in a fraction of its time."""
+        """The spec of a tensor of another size that is placed and laid out alike: `of`, in a fraction of its time."""
         size = torch.Size(shape)
         key = (self.mesh, self.placements, size, stride, self.dtype)
         found = _SPECS.get(key)
@@ -110,6 +115,7 @@ class Spec:
         found.local_nbytes = found.nbytes // found.pieces
         found.key = key
         found.handle = None
+        found.kind = self.kind
         return _SPECS.setdefault(key, found)
 
     @property
@@ -168,11 +174,11 @@ def replicated(mesh: DeviceMesh) -> PlacementList:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+    if not shape:
+        return ()
+    if 0 in shape:
+        shape = [size or 1 for size in shape]
+    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
 
 
 _MESH_IDS: weakref.WeakKeyDictionary[DeviceMesh, int] = weakref.WeakKeyDictionary()

@@ -15,7 +15,8 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
-from dtorch.client import dispatch, runtime
+from dtorch.client import planning, runtime
+from dtorch.client.planning import FORMS, PLANS
 from dtorch.client.recent import Recent
 
 MESH = DeviceMesh("cpu", [0, 1])
@@ -35,14 +36,16 @@ def of_rows(rows: int) -> tuple[Any, Any]:
 
 
 def test_values_are_right_though_plans_are_forgotten(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_PLANS", "_FORMS"):
-        monkeypatch.setattr(dispatch, name, Recent(12))
+    planning.forget_plans()
+    for kept in (PLANS, FORMS):
+        monkeypatch.setattr(kept, "limit", 12)
+    before = PLANS.evictions, FORMS.evictions
     for rows in (*range(3, 12), *range(3, 12)):
         found, expected = of_rows(rows)
         torch.testing.assert_close(found.to_torch(), expected)
-        assert dispatch._PLANS.kept <= 13
-    assert dispatch._PLANS.evictions > 0
-    assert dispatch._FORMS.evictions > 0
+        assert PLANS.kept <= 13
+    assert PLANS.evictions > before[0]
+    assert FORMS.evictions > before[1]
 
 
 def test_the_least_recently_used_goes_first() -> None:
