@@ -44,6 +44,16 @@ def a_view_joins_first(x: Any) -> Any:
     return u, grid, row
 
 
+def a_view_of_what_joined_is_a_destination(x: Any) -> Any:
+    u = torch.zeros(4, 6, device=x.device)
+    row, flat = u[1], u.view(-1)
+    u += x
+    torch.add(row, 1, out=row)
+    out = torch.empty(0, device=x.device)
+    torch.mul(row, 2, out=out)
+    return u, row, flat, out, torch.zeros_like(row), row + row
+
+
 def dtype_views(x: Any) -> Any:
     u = torch.zeros(4, 6, device=x.device)
     bits = u.view(torch.int32)
@@ -308,6 +318,48 @@ def test_joined_to_one_mesh_it_is_refused_by_another() -> None:
         y * u
     with pytest.raises(dtorch.errors.MeshMismatch, match="redistribute"):
         y[:, :3] * view
+
+
+FACTORIES = [
+    lambda **k: torch.full((2,), 3, **k),
+    lambda **k: torch.full((2,), True, **k),
+    lambda **k: torch.full((), 1 + 2j, **k),
+    lambda **k: torch.full((2, 2), 1.5, requires_grad=True, **k),
+    lambda **k: torch.arange(3, **k),
+    lambda **k: torch.arange(1, 7, 2, dtype=torch.int32, **k),
+    lambda **k: torch.arange(0, 1, 0.25, **k),
+    lambda **k: torch.arange(5, 2, -1, layout=torch.strided, **k),
+    lambda **k: torch.ones(2, 3, **k),
+    lambda **k: torch.ones((), dtype=torch.complex64, **k),
+    lambda **k: torch.zeros(0, 3, dtype=torch.float16, **k),
+]
+
+
+@pytest.mark.parametrize("make", FACTORIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_factory_makes_is_what_it_makes_on_the_cpu(make: Any, dtype: torch.dtype) -> None:
+    device = place(X, "first").device
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found, expected = make(device=device), make()
+    finally:
+        torch.set_default_dtype(before)
+    assert type(found) is dtorch.Tensor
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+    assert (found.requires_grad, found.is_leaf) == (expected.requires_grad, expected.is_leaf)
+    assert torch.equal(found.to_torch(), expected)
+
+
+def test_a_view_of_what_joined_is_filled_at_random() -> None:
+    x = place(X, "first")
+    u = torch.zeros(4, 6, device=x.device)
+    row = u[1]
+    u += x
+    assert row.uniform_(3, 4) is row
+    found = u.to_torch()
+    assert ((found[1] >= 3) & (found[1] < 4)).all()
+    assert torch.equal(found[2:], X[2:])
 
 
 def test_each_uncommitted_tensor_goes_its_own_way() -> None:
