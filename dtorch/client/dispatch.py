@@ -18,7 +18,7 @@ from ..sharding.plan import Choice, Plan, plan_gathered, returns
 from ..sharding.schema import OpInfo
 from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import aliasing, host, inserted, issuing, kept, lines, runtime
+from . import aliasing, host, inserted, issuing, kept, meshes, runtime
 from .aliasing import root_of
 from .controller import AHEAD_BYTES, LARGE_BYTES, LOOK, Controller
 from .handles import describe as describe_handle
@@ -90,18 +90,17 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         controller.follow_default_dtype()
     plan = PLANS.get(key) or PLANS.older(key)
     if plan is None:
-        is_gathered = False
+        is_gathered, mismatch = False, None
         try:
             plan = make_plan(info, args, kwargs, tensors, numbers, controller, choice)
         except shapes.DataDependent:
             is_gathered = True
         except MeshMismatch as error:
-            if not info.is_foreach:
-                raise lines.with_line(error) from None
+            mismatch = error
         if is_gathered:
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
-        if plan is None:  # an optimizer's, of a model whose stages have meshes of their own
-            return _one_by_one(info, args, kwargs)
+        if plan is None:
+            return meshes.run(info, args, kwargs, tensors, mismatch)
         PLANS.put(key, plan)
     if inserted.mode != "allow":
         aliasing.tell(tensors, plan.writes)
@@ -135,7 +134,7 @@ def execute(
     if not plan.is_direct:
         several = len(plan.writes) > 1 and isinstance(args[0], (list, tuple)) and len(args[0]) > 1
         if several and aliasing.interfere(plan, tensors):
-            return _one_by_one(info, args, kwargs)
+            return one_by_one(info, args, kwargs)
         if type(plan) is Choice:
             uses = plan.kept
             if uses is None:
@@ -233,12 +232,12 @@ def _queue(
     return results
 
 
-def _one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
+def one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
     """Run an op on lists as torch does, one tensor after the other."""
     count = len(args[0])
 
     def item(value: Any, i: int) -> Any:
-        return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
+        return [value[i]] if meshes.is_list_of(value, count) else value
 
     results = []
     for i in range(count):

@@ -139,6 +139,13 @@ def brought(uses: Uses, tensors: Sequence[Any], why: str, controller: Controller
     return found, count
 
 
+def at(tensor: Any, goal: Spec, why: str, controller: Controller) -> Any:
+    """A tensor of another mesh at ``goal``: a handle on its kept copy, or on one of its own."""
+    if _is_kept(tensor, next_value_id()):
+        return _copy(tensor, goal, why, controller)
+    return redistribute.move(tensor, goal, why)
+
+
 def moves_of(choice: Choice, uses: Uses, tensors: Sequence[Any]) -> list[tuple[Spec, Spec]]:
     """The moves of ``choice`` as `brought` will make them: for a view, that of its base."""
     moves = list(choice.moves)

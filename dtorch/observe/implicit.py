@@ -84,14 +84,18 @@ def _object(name: str, specs: list[Spec], moves: Sequence[tuple[Spec, Spec]], ca
 
 def _message(name: str, call: Call | None, specs: list[Spec], moved: list[tuple[Spec, Spec]]) -> str:
     told = [f"{name} needs communication that the program does not ask for, at {lines.here()}"]
-    told += [f"  input {i}: shape {tuple(spec.shape)}, {spec.placements}" for i, spec in enumerate(specs)]
-    told += [f"  would move {tuple(s.shape)} from {s.placements} to {t.placements}" for s, t in moved]
+    meshes = {spec.mesh for spec in specs}
+
+    def where(spec: Spec) -> str:
+        return str(spec.placements) if len(meshes) == 1 else f"{spec.placements} on {spec.mesh}"
+
+    told += [f"  input {i}: shape {tuple(spec.shape)}, {where(spec)}" for i, spec in enumerate(specs)]
+    told += [f"  would move {tuple(s.shape)} from {where(s)} to {where(t)}" for s, t in moved]
     accepted = [] if call is None else _accepted(call)
     if accepted:
         told.append("  accepted on each mesh axis: " + "; or ".join(accepted))
-    told.append(
-        "  bring it there by x.redistribute(placements=[...]), or allow it: set_implicit_communication('allow')"
-    )
+    how = "placements=[...]" if len(meshes) == 1 else "device_mesh=other.device_mesh"
+    told.append(f"  bring it there by x.redistribute({how}), or allow it: set_implicit_communication('allow')")
     return "\n".join(told)
 
 
