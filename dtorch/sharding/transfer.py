@@ -17,8 +17,9 @@ import torch
 
 from ..mesh import DeviceMesh
 from ..placement import Placement, PlacementList, is_partial, is_shard, shard
-from .layout import box_shape, local_box, local_shape
-from .pieces import Choices, Piece, device_at, holders, terms_of
+from .layout import Box, box_shape, local_box, local_shape
+from .pieces import Choices, Piece, device_at, terms_of
+from .readers import read_by_others
 
 #: Up to this many bytes a device, an all-reduce is one phase: a second phase costs a barrier, about what copying 4 KB
 #: from a few neighbours costs (two workers on one 2-core machine: 14-19 us for 4 KB).
@@ -41,6 +42,7 @@ class Transfer:
         source_type, target_type: of the devices, which says what carries the bytes.
         is_all_reduce: every member of the group holds one of the addends and gets the whole reduction, so that each may reduce
             a share of it and hand that to the others.
+        kept: the box of this device's local source tensor that no other reads; None if they may read all of it.
     """
 
     device: int
@@ -54,6 +56,7 @@ class Transfer:
     source_type: str = "cpu"
     target_type: str = "cpu"
     is_all_reduce: bool = False
+    kept: Box | None = None
 
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
@@ -200,18 +203,20 @@ def _within(
     if keeps:
         choices = tuple(None if axis in free else (index,) for axis, index in enumerate(here))
         terms = terms_of(mesh, source, shape, box, choices, tuple(reduced))
+    is_read, kept = (False, None) if local else read_by_others(mesh, source, target, shape, here, axes, free)
     return Transfer(
         device=device,
         group=(device,)
         if local
         else _fibre(mesh, tuple(axes), tuple(0 if axis in axes else index for axis, index in enumerate(here))),
-        publishes=not local and _is_read(mesh, source, target, shape, here, axes, free),
+        publishes=is_read,
         shape=box_shape(box),
         dtype=dtype,
         terms=terms,
         zeros=not keeps or any(is_shard(source[axis]) and is_partial(target[axis]) for axis in axes),
         reduce_op=reduce_op,
         is_all_reduce=not local and _is_all_reduce(mesh, source, target),
+        kept=kept,
     )
 
 
@@ -248,31 +253,6 @@ def _is_local(
         and (not is_shard(source[axis]) or is_partial(target[axis]))
         for axis in axes
     )
-
-
-def _is_read(
-    mesh: DeviceMesh,
-    source: PlacementList,
-    target: PlacementList,
-    shape: tuple[int, ...],
-    here: tuple[int, ...],
-    axes: Sequence[int],
-    free: Sequence[int],
-) -> bool:
-    """Whether another device needs what the one at ``here`` holds: the choices of `_within`, seen from the other side."""
-    box = local_box(source, mesh.shape, here, shape)
-    choices: list[tuple[int, ...] | None] = []
-    for axis, index in enumerate(here):
-        if axis not in axes:
-            choices.append((index,))
-        elif is_partial(target[axis]) and not is_shard(source[axis]):
-            if index and not is_partial(source[axis]):
-                return False
-            choices.append((0,))
-        else:
-            choices.append(None if axis in free or is_partial(source[axis]) else (index,))
-    readers = holders(target, mesh.shape, shape, box, tuple(choices))
-    return any(coordinate != here for coordinate, _ in readers)
 
 
 @functools.lru_cache(maxsize=4096)

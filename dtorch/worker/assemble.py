@@ -96,3 +96,17 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if stop - start != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)
     return tensor
+
+
+def around(shape: Sequence[int], box: Box | None) -> tuple[Box, ...]:
+    """Boxes that make up a tensor of ``shape`` without ``box``, which cuts one dim of it; all of the tensor if it cuts more."""
+    whole = tuple((0, size) for size in shape)
+    if box is None:
+        return (whole,)
+    cut_dims = [dim for dim, edge in enumerate(box) if edge != whole[dim]]
+    if len(cut_dims) != 1:
+        return (whole,)
+    (dim,) = cut_dims
+    start, stop = box[dim]
+    edges = [edge for edge in ((0, start), (stop, shape[dim])) if edge[0] < edge[1]]
+    return tuple((*whole[:dim], edge, *whole[dim + 1 :]) for edge in edges)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dtorch.mesh import DeviceMesh, init_device_mesh
 from dtorch.placement import REPLICATE, PlacementList, is_partial, is_shard, partial, shard
 from dtorch.sharding.transfer import kind, moved_bytes, steps
-from dtorch.worker.assemble import assemble
+from dtorch.worker.assemble import around, assemble, cut
 
 CPU = torch.device("cpu")
 R, P, S0, S1 = REPLICATE, partial(), shard(0), shard(1)
@@ -45,7 +45,7 @@ def addends(value, count, op):
 
 
 def run(source_mesh, source, target_mesh, target, shape, locals_, dtype=torch.float64):
-    """Every device's steps in lockstep, each with only the tensors that its transfer may read."""
+    """Every device's steps in lockstep, each with only what of the tensors its transfer may read."""
     devices = sorted({*source_mesh.device_ids, *target_mesh.device_ids})
     plans = {d: steps(source_mesh, source, target_mesh, target, shape, dtype, d) for d in devices}
     for level in range(-max(map(len, plans.values())), 0):
@@ -59,8 +59,14 @@ def run(source_mesh, source, target_mesh, target, shape, locals_, dtype=torch.fl
 
             def read(other, part=part, level=level, locals_=locals_):
                 assert other in part.group
-                assert other == part.device or plans[other][level].publishes
-                return locals_[other]
+                if other == part.device:
+                    return locals_[other]
+                assert plans[other][level].publishes
+                kept = plans[other][level].kept
+                shown = locals_[other].clone()
+                if kept is not None:
+                    cut(shown, kept).fill_(1e9)
+                return shown
 
             if part.shape is not None:
                 results[device] = assemble(part, read, CPU)
@@ -137,6 +143,32 @@ def test_members_agree(problem):
             assert plan[level].publishes == read
     if kind(*problem) == "local":
         assert sum(moved_bytes(*problem, torch.float32).values()) == 0
+
+
+def test_what_others_need_not_see():
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+
+    def kept(source, target, device):
+        (step,) = steps(mesh, PlacementList([source]), mesh, PlacementList([target]), (7, 5), torch.float32, device)
+        return step.kept
+
+    assert [kept(P, S0, device) for device in range(3)] == [((0, 3), (0, 5)), ((3, 6), (0, 5)), ((6, 7), (0, 5))]
+    assert [kept(S0, S1, device) for device in range(3)] == [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((0, 1), (4, 5))]
+    assert [kept(source, R, device) for source in (P, S0) for device in range(3)] == [None] * 6
+
+
+@pytest.mark.parametrize(
+    ("box", "left"),
+    [
+        (None, [((0, 4), (0, 6))]),
+        (((0, 4), (0, 2)), [((0, 4), (2, 6))]),
+        (((0, 4), (3, 5)), [((0, 4), (0, 3)), ((0, 4), (5, 6))]),
+        (((1, 2), (3, 5)), [((0, 4), (0, 6))]),
+        (((0, 4), (0, 6)), [((0, 4), (0, 6))]),
+    ],
+)
+def test_what_is_around_a_box(box, left):
+    assert list(around((4, 6), box)) == left
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

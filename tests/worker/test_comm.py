@@ -19,7 +19,7 @@ from dtorch.placement import PARTIAL, PlacementList, partial, shard
 from dtorch.placement import REPLICATE as R
 from dtorch.sharding.layout import local_box
 from dtorch.sharding.transfer import Transfer, steps
-from dtorch.worker.comm import all_reduce, shared, streams
+from dtorch.worker.comm import all_reduce, prepared, shared, streams
 from dtorch.worker.comm.arena import Arena, Region, create_segment
 from dtorch.worker.comm.control import CREDIT, Control
 from dtorch.worker.comm.process_groups import ProcessGroups
@@ -169,6 +169,15 @@ def test_every_transfer_gives_what_plain_torch_gives() -> None:
     )
 
 
+def test_every_transfer_of_what_others_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all but the smallest are published; in slots where other values were before."""
+    monkeypatch.setattr(prepared, "_SMALL_BYTES", 0)
+    run_forked(
+        [0, 1, 2, 3],
+        lambda device, communicator: check_every_case(device, functools.partial(exchange, communicator), times=3),
+    )
+
+
 def test_every_transfer_while_values_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones do: a few numbers at a time, read while the next ones are copied in."""
     monkeypatch.setattr(shared, "GROWING_BYTES", 1)
@@ -197,13 +206,21 @@ def laid_out(tensor: torch.Tensor) -> list[torch.Tensor]:
     return layouts if tensor.dtype is torch.bool else [*layouts, torch._neg_view(tensor.neg())]
 
 
+@pytest.mark.parametrize("small", [1 << 14, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.float16, torch.int8], ids=str)
-def test_a_transfer_that_is_prepared(dtype: torch.dtype) -> None:
+def test_a_transfer_that_is_prepared(dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second time on: values of any layout, poisons between them, and many in a row."""
+    monkeypatch.setattr(prepared, "_SMALL_BYTES", small)
     poison = Poison((1, 77))
 
     def work(device: int, communicator: SharedMemory) -> None:
-        for source, target in ([PARTIAL], [R]), ([PARTIAL], [shard(0)]), ([shard(0)], [R]), ([shard(0)], [shard(1)]):
+        for source, target in (
+            ([PARTIAL], [R]),
+            ([PARTIAL], [shard(0)]),
+            ([shard(0)], [R]),
+            ([shard(0)], [shard(1)]),
+            ([shard(1)], [shard(0)]),
+        ):
             if source == [PARTIAL] and dtype is torch.bool:
                 source = [partial("or")]
             before, after = PlacementList(source), PlacementList(target)

@@ -20,7 +20,7 @@ from ... import memory_pool
 from ...sharding.layout import Box, box_shape
 from ...sharding.pieces import Piece
 from ...sharding.transfer import Transfer
-from ..assemble import COMBINE, combine_all, cut
+from ..assemble import COMBINE, around, combine_all, cut
 from ..poison import Poison
 from .arena import Arena
 from .control import ANNOUNCED, COUNTED, CREDIT, ENTRY, LARGE_CREDIT, Control
@@ -93,11 +93,19 @@ class Ring:
         return found
 
 
-def publisher(control: Control, device: int, links: Sequence[Link], ring: Ring, value: torch.Tensor) -> Publish:
-    """What lets the others read tensors like ``value``."""
+def publisher(
+    control: Control, device: int, links: Sequence[Link], ring: Ring, value: torch.Tensor, kept: Box | None
+) -> Publish:
+    """What lets the others read tensors like ``value``, but for what is ``kept``."""
     words, wait, announce = control.words, control.wait, control.announce
     slots = ring.slots(value.shape, value.dtype)
     credit, size = len(slots), len(slots[0][1])
+    shown = around(value.shape, kept)
+    # One copy of all is faster than several of what does not lie together.
+    if value.nbytes <= _SMALL_BYTES or not all(cut(slots[0][0], box).is_contiguous() for box in shown):
+        shown = around(value.shape, None)
+    indices = [_index(box, value.shape) for box in shown]
+    parts = [[cut(slot, box) for box in shown] for slot, _ in slots]
 
     def publish(value: torch.Tensor) -> None:
         for link in links:
@@ -105,8 +113,9 @@ def publisher(control: Control, device: int, links: Sequence[Link], ring: Ring, 
             if words[link.left] < past:
                 wait(link.peer, link.left, past)
         turn = ring.turn = (ring.turn + 1) % credit
-        slot, entry = slots[turn]
-        slot.copy_(value)
+        entry = slots[turn][1]
+        for part, index in zip(parts[turn], indices, strict=True):
+            part.copy_(value if index is None else value[index])
         for link in links:
             count = link.count
             at = link.entries + count % CREDIT * ENTRY

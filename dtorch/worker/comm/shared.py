@@ -24,9 +24,10 @@ import torch
 from ... import memory_pool
 from ...errors import WorkerLost
 from ...raw import copy
+from ...sharding.layout import Box
 from ...sharding.rearrange import Shift
 from ...sharding.transfer import Half, Transfer
-from ..assemble import assemble
+from ..assemble import around, assemble, cut
 from ..poison import Poison
 from .all_reduce import InShares, is_shared_out
 from .arena import FIRST_DEVICE, Arena, Region, size_of
@@ -103,7 +104,7 @@ class SharedMemory:
             prepared = self._prepared_for(transfer, links, value)
             if prepared.in_shares:
                 return self._in_shares.all_reduce(transfer, links, value, sequence)
-            outgoing = self._publish(links, value, sequence, prepared) if transfer.publishes else None
+            outgoing = self._publish(links, value, sequence, prepared, transfer.kept) if transfer.publishes else None
             return self._collect(transfer, value, outgoing, prepared)
         finally:
             self._board.end(links)
@@ -155,7 +156,7 @@ class SharedMemory:
         try:
             if half.transfer.publishes:
                 prepared = self._prepared_for(half.transfer, links, value)
-                outgoing = self._publish(links, value, sequence, prepared, begins=True)
+                outgoing = self._publish(links, value, sequence, prepared, half.transfer.kept, begins=True)
         finally:
             self._under_way.append(({link.peer: link.count for link in links}, outgoing))
 
@@ -188,7 +189,7 @@ class SharedMemory:
             shape = None if value is None else value.shape
             if is_small(transfer, value):
                 if transfer.publishes and value is not None and (ring := self._ring(transfer.group, value.nbytes)):
-                    publish = publisher(self._control, self._device, links, ring, value)
+                    publish = publisher(self._control, self._device, links, ring, value, transfer.kept)
                 if transfer.shape is not None:
                     collect = collector(self._control, self._board.links, transfer, shape, self._board.whole_at)
             made = dataclasses.replace(known, is_ready=True, shape=shape, publish=publish, collect=collect)
@@ -209,9 +210,10 @@ class SharedMemory:
         value: torch.Tensor | Poison | None,
         sequence: int,
         prepared: Prepared | None = None,
+        kept: Box | None = None,
         begins: bool = False,
     ) -> Outgoing | None:
-        """Let others read ``value``, or the failure of command ``sequence`` if that fails.
+        """Let others read ``value``, but for what is ``kept``, or the failure of command ``sequence`` if that fails.
 
         Returns:
             What there is no room for; it has to be stepped through. ``begins``: that is later, and ``value`` may have changed by then.
@@ -239,7 +241,8 @@ class SharedMemory:
                 elif placed[1] is None or value.nbytes < GROWING_BYTES:
                     offset, block = placed
                     if block is not None:
-                        copy(block, value)
+                        for box in around(value.shape, kept):
+                            copy(cut(block, box), cut(value, box))
                     entry = array("q", (offset, WHOLE, 0, value.ndim, *value.shape))
                 else:
                     entry = array("q", (placed[0], GROWING, growing(value).elements, value.ndim, *value.shape))
@@ -249,7 +252,7 @@ class SharedMemory:
             self._board.show(links, entry or poisoned(Poison((self._device, sequence))), part)
         if grows is not None:
             try:
-                grow(self._control, self._device, links, grows, value)  # type: ignore[arg-type]
+                grow(self._control, self._device, links, grows, value, around(value.shape, kept))  # type: ignore[arg-type,union-attr]
             except Exception as error:  # the others read already: there is no way on from here
                 raise WorkerLost(f"device {self._device} cannot send {tuple(grows.shape)}: {error}") from error
         return outgoing

@@ -37,12 +37,14 @@ GROWING_BYTES = 1 << 23
 _GROWN_BYTES = 1 << 22
 
 
-def grow(control: Control, device: int, links: Sequence[Link], block: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into its ``block``, of which the others have been told."""
+def grow(
+    control: Control, device: int, links: Sequence[Link], block: torch.Tensor, value: torch.Tensor, shown: Sequence[Box]
+) -> None:
+    """Copy the boxes ``shown`` of ``value`` into its ``block``, of which the others have been told."""
     slabs = growing(value)
     for step in range(1, slabs.count + 1):
-        box = slabs.box(step)
-        cut(block, box).copy_(cut(value, box))
+        for box in filter(None, (common(slabs.box(step), one) for one in shown)):
+            cut(block, box).copy_(cut(value, box))
         for link in links:
             control.words[link.entries + link.count % CREDIT * ENTRY] = (link.count - 1) * COUNTED + ANNOUNCED + step
         control.announce(device)
@@ -137,8 +139,8 @@ class Incoming:
         else:
             slab = cut(self.block, box)
         for wanted, target in self.wanted:
-            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
-            if all(start < stop for start, stop in both):
+            both = common(box, wanted)
+            if both is not None:
                 copy(cut(target, _within(both, wanted)), cut(slab, _within(both, box)))
 
 
@@ -218,6 +220,12 @@ def _addend(transfer: Transfer, term: tuple[Piece, ...], sources: dict[int, torc
         else:
             copy(target, cut(source, piece.source))
     return result
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """What is in both boxes; None if there is nothing."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
 
 
 def slabs_of(value: torch.Tensor, slab_bytes: int) -> Slabs:
