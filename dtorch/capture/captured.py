@@ -106,11 +106,13 @@ def _ids(handles: list[Any]) -> list[int]:
 
 
 def _check(handles: list[Any], specs: list[Spec]) -> None:
-    """Raise `Mismatch` if these are not handles of such specs, that a program can read as they are."""
-    if any(map(operator.is_not, map(_spec_of, handles), specs)) or any(
-        v.copy is not None for v in map(_value_of, handles)
-    ):
+    """Raise `Mismatch` if these are not handles of such specs."""
+    if any(map(operator.is_not, map(_spec_of, handles), specs)):
         raise Mismatch
+
+
+def _are_views_of_copies(handles: list[Any]) -> bool:
+    return any(value.copy is not None for value in map(_value_of, handles))
 
 
 class Captured:
@@ -166,8 +168,8 @@ class Captured:
         self.gradient: Any = None
         #: The code of a call that this is all of.
         self.straight: Straight | None = None
-        #: The numbers of the values of handles that move, as they were last.
-        self._last: list[int] = []
+        #: The numbers of the values of handles that move, as they were last; None if some are views that a call has to `refresh`.
+        self._last: list[int] | None = None
         #: `handles.version`, the handles at places that do not move, and the numbers of their values.
         self._known: tuple[Any, list[Any], list[int]] = (None, [], [])
 
@@ -180,7 +182,8 @@ class Captured:
         ids = _ids(found)
         if ids != self._last:
             _check(found, self.specs[: len(found)])
-            self._last = ids
+            self._last = None if _are_views_of_copies(found) else ids
+        may_be_stale = self._last is None
         version, others, known = self._known
         if version is not handles.version or guards.loose:
             version = handles.version
@@ -190,6 +193,8 @@ class Captured:
         ids = ids + known
         if any(ids[a] != ids[b] for a, b in self.twins):
             raise Mismatch
+        if may_be_stale:
+            self.refresh(found)
         if self.checks_grad:
             with torch_internals.past_functions():
                 if list(map(_requires_grad, found)) != self.requires_grad:
@@ -201,7 +206,28 @@ class Captured:
         found = [self.guards.fixed[i] for i in self.fixed]
         ids = _ids(found)
         _check(found, self.specs[len(self.leaves) + len(self.moving) :])
+        if _are_views_of_copies(found):
+            raise Mismatch
         return found, ids
+
+    def refresh(self, handles: list[Any]) -> None:
+        """Bring arguments that are views taken of redistributed copies up to date for a call, or `Mismatch` if it does more than read them.
+
+        Args:
+            handles: those that the programs read.
+        """
+        controller = runtime.controller()
+        written = {id(handles[index]._value.root) for index in self.written}
+        returned = {output.base for output in self.outputs}
+        for index, handle in enumerate(handles):
+            value = handle._value
+            if value.copy is None:
+                continue
+            if index >= len(self.leaves) or id(value.root) in written or index in returned:
+                raise Mismatch
+            aliasing.tell([handle])
+            with controller.lock:
+                aliasing.refresh(controller, value)
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """The result of a call whose arguments' tensors are these; `Mismatch` if it has to be recorded anew."""

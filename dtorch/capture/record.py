@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..client import host, runtime
+from ..client import aliasing, host, runtime
 from ..client.handles import wrap
 from ..client.values import Value
 from ..errors import ImplicitCommunication
@@ -55,6 +55,7 @@ class Recording:
         self.roots = [function, *arguments.objects]
         self.before = Outside(self.roots)
         self.given = Given(args, kwargs)
+        _refresh(arguments.tensors)
         self.recorder = recorder = Recorder(backend)
         self.outer = Outer(arguments.tensors, self.before)
         self._tell_of_outside()
@@ -361,3 +362,14 @@ def _renamed(command: Command, old: int, new: int) -> Command:
     return Command(
         command.program, inputs, command.outputs, command.operands, command.name, command.line, command.varying
     )
+
+
+def _refresh(tensors: list[torch.Tensor]) -> None:
+    """Bring views that were taken of redistributed copies up to date, so that it is no part of what is recorded (`Captured.refresh`)."""
+    ours = [tensor for tensor in tensors if type(tensor) is Tensor and tensor._spec is not None]
+    if any(tensor._value.copy is not None for tensor in ours):
+        aliasing.tell(ours)
+        controller = runtime.controller()
+        with controller.lock:
+            for tensor in ours:
+                aliasing.refresh(controller, tensor._value)

@@ -158,10 +158,13 @@ class _Writer:
         ]
         for at, index in enumerate(captured.leaves):
             lines += [f"    h{at} = tensors[{index}]", f"    v{at} = h{at}._value"]
-        wrong = [f"{value}.copy is not None" for value in self.arguments()]
-        wrong += [f"{self.number(a)} != {self.number(b)}" for a, b in captured.twins if a < self.count]
+        wrong = [f"{self.number(a)} != {self.number(b)}" for a, b in captured.twins if a < self.count]
         if wrong:
             lines.append(f"    if {' or '.join(wrong)}: raise Mismatch")
+        copies = [f"{value}.copy is not None" for value in self.arguments()]
+        if copies:
+            given = ", ".join([f"h{at}" for at in range(self.count)])
+            lines.append(f"    if {' or '.join(copies)}: captured.refresh([{given}, *fixed])")
         if captured.checks_grad and captured.fixed:  # arguments are alike in this, too
             lines += [
                 "    with past_functions():",

@@ -67,8 +67,8 @@ class Wiring:
             put = recorder.puts.get(value)
             if value in self._outer.index_of_value:
                 sources[value] = self.position[self._outer.index_of_value[value]]
-                if self._outer.values[self._outer.index_of_value[value]].copy is not None:
-                    recorder.refuse("it reads a view that was taken of a redistributed copy")
+                if not self._is_ready(self._outer.index_of_value[value], written):
+                    recorder.refuse("it has a view that was taken of a redistributed copy: give a clone() of it")
             elif put is None:
                 command = readers.get(value)
                 at = "" if command is None else f" at {lines.text(command.line)}"
@@ -100,6 +100,13 @@ class Wiring:
         self._recording.needed += [put.node for put in puts]
         self._describe_outputs(captured, inner, bases)
 
+    def _is_ready(self, index: int, written: set[int]) -> bool:
+        """Whether what a handle from outside refers to will be what a program is to read: if it is a view that was taken of a redistributed
+        copy, an argument that is only read, which a call brings up to date before (`Captured.refresh`)."""
+        value, handle = self._outer.values[index], self._outer.handles[index]
+        given = any(handle is tensor for tensor in self._recording.arguments.tensors)
+        return value.copy is None or (given and index not in written)
+
     def _describe_outputs(self, captured: Captured, inner: list[int], bases: dict[int, int]) -> None:
         roots: dict[int, Any] = {}
         owners: dict[int, Any] = {self._recording.id_of(handle): handle._value for handle in self._recording.handles}
@@ -120,7 +127,9 @@ class Wiring:
                 differentiable.add(id(handle._value.root))
             value = handle._value
             if value.copy is not None:
-                self._recording.recorder.refuse("it returns a view that was taken of a redistributed copy")
+                self._recording.recorder.refuse(
+                    "it returns a view that was taken of a redistributed copy: give a clone() of it"
+                )
             output = Output(handle._spec, place.get(self._recording.id_of(handle)))
             if output.value is None and value.id not in self._outer.index_of_value:
                 self._recording.recorder.refuse("it returns a tensor from where dtorch.compile cannot see")
