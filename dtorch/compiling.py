@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import os
 import shutil
 import threading
@@ -164,14 +163,12 @@ class Compiled:
 
     def _record(self, args: Any, kwargs: Any, arguments: Any) -> Any:
         from .capture.alike import match_of
-        from .capture.arguments import varying
         from .capture.record import Recording
 
         key = arguments.key
         if len(self._keys) >= RECORDINGS and not self.verify:
             self._warn(
-                f"it has been recorded {RECORDINGS} times, and is run as it is for what is new; what varies is "
-                f"{self._read_differently() or varying(self.function, [*self._keys, key])}"
+                f"it has been recorded {RECORDINGS} times, and is run as it is for what is new; what varies is {self._varying(key)}"
             )
             return self.function(*args, **kwargs)
         known = self._found[key].captured if self.verify and key in self._found else ()
@@ -197,16 +194,17 @@ class Compiled:
                     self._give_up(key, made.passing)
         return made.result
 
-    def _read_differently(self) -> str:
-        """Where a value was read that was another in recordings of calls which are alike otherwise; empty if nowhere."""
-        from .capture.reads import same
+    def _varying(self, key: Any) -> str:
+        """What is another in this call, of this key, than in the last recordings, for people. What differed before may be settled."""
+        from .capture import varying
 
-        for known in self._found.values():
-            for one, other in itertools.pairwise(known.captured):
-                for a, b in zip(one.reads, other.reads, strict=False):
-                    if not same(a.found, b.found):
-                        return f"a value that is read, at {a.line}"
-        return ""
+        found = self._found.get(key)
+        return (
+            varying.reads(self._found[self._keys[-1]].captured)
+            or varying.arguments(self.function, [*self._keys[-2:], key])
+            or (varying.outside(found.captured[0]) if found is not None else "")
+            or "what it reads from outside (modules, closures, globals)"
+        )
 
     def _compare(self, expected: Any, made: Any) -> None:
         """Raise if a call that was recorded again did something else."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import inspect
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -17,7 +15,7 @@ from ..placement import Placement
 from ..tensor import Tensor
 
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
-_VALUES = (
+VALUES = (
     str,
     bytes,
     bool,
@@ -30,7 +28,7 @@ _VALUES = (
     DeviceMesh,
     Placement,
 )
-_CONTAINERS = (list, tuple, dict, OrderedDict)
+CONTAINERS = (list, tuple, dict, OrderedDict)
 
 
 class Unsupported(Exception):
@@ -69,7 +67,7 @@ class Arguments:
             if value._host.root.joined is not None:
                 raise Unsupported("an argument is a view of a tensor that has joined a mesh")
             return "uncommitted", value.shape, value.stride(), value.dtype, _requires_grad(value)
-        if isinstance(value, _VALUES):
+        if isinstance(value, VALUES):
             return kind, value
         if kind is float:
             return kind, value.hex()
@@ -107,43 +105,3 @@ def modes() -> tuple[Any, ...]:
         tuple(attention.insisted.get().items()),
         inserted.mode,
     )
-
-
-def varying(function: Callable[..., Any], keys: list[tuple[Any, ...]]) -> str:
-    """Which argument differs between calls of ``function`` with these keys, for people."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        names = []
-    found = []
-    for index in range(max(len(key[0]) for key in keys)):
-        values = list(dict.fromkeys(key[0][index] if index < len(key[0]) else None for key in keys))
-        if len(values) > 1:
-            name = repr(names[index]) if index < len(names) else str(index)
-            found.append(f"argument {name} ({', '.join(map(_shown, values[:3]))}, …)")
-    named: dict[str, list[Any]] = {}
-    for key in keys:
-        for name, value in key[1]:
-            named.setdefault(name, []).append(value)
-    for name, values in named.items():
-        if len(dict.fromkeys(values)) > 1:
-            found.append(f"argument {name!r} ({', '.join(map(_shown, list(dict.fromkeys(values))[:3]))}, …)")
-    if not found and len({key[2] for key in keys}) > 1:
-        found.append(
-            "the modes of torch (grad, inference, autocast, default dtype) or of dtorch (no_sync, implicit communication)"
-        )
-    return " and ".join(found) or "what it reads from outside (modules, closures, globals)"
-
-
-def _shown(part: Any) -> str:
-    """One argument's part of a key."""
-    if not isinstance(part, tuple) or not part:
-        return str(part)
-    first = part[0]
-    if hasattr(first, "placements"):
-        return f"{tuple(first.shape)} {first.dtype} {first.placements}"
-    if isinstance(first, type) and len(part) == 2:
-        if first is float:
-            return str(float.fromhex(part[1]))
-        return str(part[1]) if first in _VALUES else first.__name__
-    return f"{getattr(first, '__name__', first)} {tuple(part[1]) if isinstance(part[1], torch.Size) else part[1]}"

@@ -57,6 +57,13 @@ class Edge(NamedTuple):
         else:
             setattr(self.container, self.key, child)
 
+    def __str__(self) -> str:
+        if self.kind == "item":
+            return f"item {self.key} of a list"
+        if self.kind == "grad":
+            return "a gradient"
+        return "a variable of the function around it" if self.key == "cell_contents" else repr(self.key)
+
     @property
     def place(self) -> tuple[Any, ...]:
         """The edge by identity."""

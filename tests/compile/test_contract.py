@@ -161,11 +161,84 @@ def test_the_ninth_recording() -> None:
     compiled = dtorch.compile(lambda x, scale: x * scale)
     for scale in range(8):
         close(silently(compiled, placed(X), scale), X * scale)
-    with pytest.warns(UserWarning, match=r"recorded 8 times.*what varies is argument 'scale' \(0, 1, 2, …\)") as told:
+    with pytest.warns(UserWarning, match=r"recorded 8 times.*what varies is argument 'scale' \(6, 7, 100\)$") as told:
         close(compiled(placed(X), 100), X * 100)
     assert [one.filename for one in told] == [__file__]
     close(silently(compiled, placed(X), 200), X * 200)
     close(captured(compiled, placed(X), 3), X * 3)
+
+
+class Cache(torch.nn.Module):
+    """Keys of the tokens so far, in an attribute or in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key: Any = None
+        self.keys: list[Any] = [None]
+
+    def in_attribute(self, token: torch.Tensor) -> torch.Tensor:
+        self.key = token if self.key is None else torch.cat([self.key, token], 1)
+        return self.key
+
+    def in_list(self, token: torch.Tensor) -> torch.Tensor:
+        self.keys[0] = token if self.keys[0] is None else torch.cat([self.keys[0], token], 1)
+        return self.keys[0]
+
+
+GROWING: dict[str, tuple[Any, str]] = {
+    "attribute": (lambda token, cache, given: cache.in_attribute(token), r"'key', a tensor outside of it"),
+    "list": (lambda token, cache, given: cache.in_list(token), r"item 0 of a list, a tensor outside of it"),
+    "argument": (
+        lambda token, cache, given: torch.cat([given[0]["key"], token], 1),
+        r"argument \"given\[0\]\['key'\]\"",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", GROWING)
+def test_a_cache_that_grows_is_what_varies(where: str) -> None:
+    """Not the tokens, of which only the first call had more."""
+    function, words = GROWING[where]
+
+    def decode(step: Any, cache: Any, place: Any) -> list[Any]:
+        found = []
+        given: Any = [{"key": place(torch.zeros(3, 0))}]
+        for i in range(14):
+            tokens = torch.full((3, 4 if i == 0 else 1), float(i))
+            out = step(place(tokens), cache, given)
+            given = [{"key": out}] if where == "argument" else given
+            found.append(out)
+        return found
+
+    expected = decode(function, Cache(), lambda x: x)
+    lengths = r" \(\(3, \d+\) torch.float32 \[.*\], \(3, \d+\) torch.float32 \[.*\]\)$"
+    with pytest.warns(UserWarning, match=f"recorded 8 times.* what varies is {words}{lengths}"):
+        found = decode(dtorch.compile(function), Cache(), placed)
+    for ours, plain in zip(found, expected, strict=True):
+        close(ours, plain)
+
+
+def test_what_varies_lately() -> None:
+    compiled = dtorch.compile(lambda x, scale, kind: x * scale)
+    for i in range(8):
+        compiled(placed(X), i, "first" if i == 0 else "later")
+    with pytest.warns(UserWarning, match=r"what varies is argument 'scale' \(6, 7, 8\)$"):
+        compiled(placed(X), 8, "later")
+    compiled = dtorch.compile(lambda x, kinds: x * 2)
+    for i in range(8):
+        compiled(placed(X), ["a"] * i)
+    with pytest.warns(UserWarning, match=r"what varies is argument 'kinds' \(list of 6, list of 7, list of 8\)$"):
+        compiled(placed(X), ["a"] * 8)
+    compiled = dtorch.compile(lambda x, kinds: x * 2)
+    for i in range(8):
+        compiled(placed(X), {i: 1})
+    with pytest.warns(UserWarning, match=r"what varies is argument 'kinds' \(a key 6, 7\)$"):
+        compiled(placed(X), {8: 1})
+    compiled = dtorch.compile(lambda x, kinds=None: x * 2)
+    for i in range(8):
+        compiled(placed(X), i)
+    with pytest.warns(UserWarning, match=r"what varies is argument 'kinds' \(given, or not\)$"):
+        compiled(placed(X))
 
 
 def test_verify() -> None:
