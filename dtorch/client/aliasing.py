@@ -38,8 +38,8 @@ def view_value(
 
 def root_of(base: Any) -> Root:
     """The root of a tensor that is viewed. (A view is a handle of its own, of which nothing tells that it is of a parameter.)"""
-    root = base._value.root
-    if getattr(base, "_is_param", False):
+    root = base._value._root or base._value.root
+    if base._is_param:
         root.born = OLDEST
     return root
 

@@ -330,7 +330,8 @@ def execute_view(
         made.taken = Taken(ref(value), base._spec, info, args[1:], kwargs)
     spec = plan.outputs[0]
     result = wrap_view(spec, made, base)
-    controller.ran(0)
+    if not controller.sequence & LOOK or controller.sync:
+        controller.ran(0)
     return result
 
 

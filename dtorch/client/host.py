@@ -213,7 +213,7 @@ def commit(tensor: Tensor, mesh: DeviceMesh, placements: PlacementList | None = 
     is_all = plain.is_contiguous() and plain.nbytes == plain.untyped_storage().nbytes() and not is_lazy
     if root.joined is None and (is_alone or is_all):
         spec = Spec.of(mesh, (is_alone and placements) or replicated(mesh), plain.shape, None, plain.dtype)
-        tensor._value = runtime.controller().put(plain, spec)
+        tensor._value = runtime.controller().put(plain, spec, alone=False)
         tensor._spec = spec
         if plain.stride() != spec.stride or is_lazy:
             _as_placed(tensor)

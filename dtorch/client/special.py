@@ -141,6 +141,8 @@ def item(info: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     recorder = watch.recorder()
     if recorder is not None:
         return recorder.read(args[0])
+    if args[0]._spec is None and args[0]._host.root.joined is None:
+        return args[0]._host.plain.item()
     return args[0].to_torch().item()
 
 

@@ -15,7 +15,7 @@ from .same import every_engine, place
 
 pytestmark = every_engine
 
-TRACED = "call the function or module as it is"
+TRACED = "dtorch.compile runs a function or module with one command to the workers"
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "compile": (lambda x: torch.compile(lambda a: a + 1)(x), TRACED),
