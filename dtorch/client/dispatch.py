@@ -96,7 +96,7 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         except shapes.DataDependent:
             is_gathered = True
         except MeshMismatch as error:
-            mismatch = error
+            mismatch = error.with_traceback(None)  # whose frames would keep the tensors
         if is_gathered:
             return call_gathered(info, args, kwargs, tensors, numbers, controller)
         if plan is None:

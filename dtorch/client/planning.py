@@ -6,7 +6,7 @@ Placements are decided once for each form of a call, shapes and strides once for
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,13 +183,14 @@ def with_metas(
 def with_tensors(args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:
     """The arguments with other tensors, numbered in order."""
     following = iter(tensors)
+    return tuple([_replaced(a, following) for a in args]), {name: _replaced(v, following) for name, v in kwargs.items()}
 
-    def convert(value: Any) -> Any:
-        if type(value) is Tensor:
-            return next(following)
-        return [convert(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return tuple([convert(a) for a in args]), {name: convert(v) for name, v in kwargs.items()}
+def _replaced(value: Any, following: Iterator[Tensor]) -> Any:
+    """No closure of `with_tensors`, which would refer to itself, and keep the tensors until a collection."""
+    if type(value) is Tensor:
+        return next(following)
+    return [_replaced(item, following) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 runtime.on_close.append(forget_plans)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +102,21 @@ def test_they_go_with_their_value_and_with_time(monkeypatch: pytest.MonkeyPatch)
         y.softmax(1)
         y.softmax(1)
     assert len(r.communication) == 2
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])
+def test_they_go_without_a_collection(shape: tuple[int, ...]) -> None:
+    """The first call of a plan takes another way than later ones."""
+    gc.collect()
+    gc.disable()
+    try:
+        x = dtorch.ones(*shape, device_mesh=MESH, placements=[Shard(1)])
+        x.softmax(1)
+        copies = [weakref.ref(copy) for copy, _ in x._value.kept.values()]
+        del x
+        assert [copy() for copy in copies] == [None]
+    finally:
+        gc.enable()
 
 
 def test_they_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +194,21 @@ def test_gradients_of_what_a_0d_tensor_of_another_mesh_is_multiplied_with() -> N
     (ours * dtorch.from_torch(a, ONE)).square().sum().backward()
     assert v.grad is not None
     torch.testing.assert_close(ours.grad.to_torch(), v.grad)
+
+
+def test_what_was_brought_is_let_go() -> None:
+    """Without a collection: no error that was handled holds on to the frames that it went through."""
+    gc.collect()
+    gc.disable()
+    try:
+        v = dtorch.from_torch(scalars()[2], OTHER)
+        value = weakref.ref(v._value)
+        torch._foreach_mul([v, v], dtorch.from_torch(torch.tensor(2.0), ONE))
+        v * dtorch.from_torch(torch.tensor(2.0), ONE)
+        del v
+        assert value() is None
+    finally:
+        gc.enable()
 
 
 REFUSED: dict[str, Callable[[Any, Any, Any], Any]] = {
