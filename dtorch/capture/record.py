@@ -19,13 +19,14 @@ from ..tensor import Tensor
 from . import changes, passes
 from .arguments import Arguments
 from .asked import modes_asked
-from .captured import Call, Captured, Stage
+from .captured import Captured
 from .changes import Given
 from .gradients import Gradient, backward_of, differentiate
 from .hidden import is_hidden
 from .optimizers import settings_of
 from .outer import Outer
 from .outside import Outside, grad_of
+from .parts import Call, Stage
 from .plain import PLAIN, Entry
 from .reads import Read
 from .recorder import Key, Put, Recorder, copying

@@ -10,9 +10,10 @@ from ..client import lines
 from ..program.compose import Segment
 from ..tensor import Tensor
 from .asked import with_mode
-from .captured import Binding, Captured, Output
+from .captured import Captured
 from .guards import ANY_TENSOR, Guards
 from .outside import Edge
+from .parts import Binding, Output
 from .recorder import Put
 
 
