@@ -263,6 +263,11 @@ def differentiate(
     outputs = [i for i, h in enumerate(handles) if h.requires_grad and h.grad_fn is not None]
     inputs = [i for i in sorted(read) if outer[i].requires_grad]
     targets = [outer[i] for i in inputs]
+    if _depend(targets):
+        forward.refuse(
+            "it reads a tensor that gets gradients and another that was computed from it outside: compute that one inside, or detach it"
+        )
+        return outputs, inputs, [], [set() for _ in outputs]
     reach = _reach([handles[i] for i in outputs], targets)
     ways = [tuple(range(len(outputs)))]
     scalars = tuple(i for i, output in enumerate(outputs) if handles[output].ndim == 0)
@@ -351,6 +356,22 @@ def backward_of(recorded: Any, name: str, position: dict[int, int], forward: Rec
 
 def _gradient_spec(spec: Spec) -> Spec:
     return Spec.of(spec.mesh, settled(spec.placements), spec.shape, None, spec.dtype)
+
+
+def _depend(tensors: list[Any]) -> bool:
+    """Whether one of the tensors was computed from another: its gradient would be in that one's already, and be added to it once more."""
+    nodes = {torch.autograd.graph.get_gradient_edge(one).node for one in tensors}
+    pending = [following for node in nodes for following, _ in node.next_functions]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if node in nodes:
+            return True
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+    return False
 
 
 def _reach(outputs: list[Any], inputs: list[Any]) -> list[set[int]]:

@@ -234,7 +234,7 @@ def _queue(
 
 def one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
     """Run an op on lists as torch does, one tensor after the other."""
-    count = len(args[0])
+    count = meshes.count_of(args)
 
     def item(value: Any, i: int) -> Any:
         return [value[i]] if meshes.is_list_of(value, count) else value

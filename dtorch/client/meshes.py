@@ -25,7 +25,7 @@ def run(info: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor],
     """A call that planning has refused with ``error``."""
     from .dispatch import call, one_by_one
 
-    if info.is_foreach and len(args[0]) > 1:
+    if info.is_foreach and count_of(args) > 1:
         groups = _by_mesh(info, args, kwargs, tensors)
         if groups is None:
             return one_by_one(info, args, kwargs)
@@ -38,7 +38,7 @@ def _by_mesh(info: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Ten
     """The indices of a list op's items on each mesh; None if an item is on several, or is written and read by another."""
     if info.is_mutable and len({t._value.root for t in tensors}) < len(tensors):
         return None
-    count = len(args[0])
+    count = count_of(args)
     groups: dict[DeviceMesh, list[int]] = {}
     for i in range(count):
         items = [value[i] for value in (*args, *kwargs.values()) if is_list_of(value, count)]
@@ -49,6 +49,11 @@ def _by_mesh(info: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Ten
     return list(groups.values())
 
 
+def count_of(args: Any) -> int:
+    """How many items the lists of a list op have. (The first argument of ``_foreach_pow`` may be a number.)"""
+    return next(len(value) for value in args if isinstance(value, (list, tuple)))
+
+
 def is_list_of(value: Any, count: int) -> bool:
     """Whether an argument of a list op is one of its lists."""
     return isinstance(value, (list, tuple)) and len(value) == count
@@ -57,7 +62,7 @@ def is_list_of(value: Any, count: int) -> bool:
 def _group_by_group(info: Any, args: Any, kwargs: dict[str, Any], groups: list[list[int]]) -> list[Any] | None:
     from .dispatch import call
 
-    count = len(args[0])
+    count = count_of(args)
 
     def of_group(value: Any, group: list[int]) -> Any:
         return [value[i] for i in group] if is_list_of(value, count) else value

@@ -163,6 +163,7 @@ OPS: dict[str, tuple[Callable[[Any, Any, Any], Any], DeviceMesh]] = {
     "lists": (lambda a, b, v: torch._foreach_add([v, b], [a, a])[0], OTHER),
     "a list in place, by one of its own": (lambda a, b, v: (torch._foreach_mul_([v, a, w := v + 1], a), w)[1], OTHER),
     "lists in place, of each other": (lambda a, b, v: (torch._foreach_add_([a, b], [b, a]), b)[1], OTHER),
+    "a number and a list": (lambda a, b, v: torch._foreach_pow(2.0, [a, v])[1], OTHER),
     "a view": (lambda a, b, v: v.mul_(torch.stack([a, a])[1]), OTHER),
     "the same kept copy": (lambda a, b, v: v * a + v * a.mul_(2), OTHER),
     "ints": (lambda a, b, v: v * a.long(), OTHER),

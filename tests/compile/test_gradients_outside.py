@@ -45,6 +45,48 @@ def replaced_parameter(place: Place, wrap: Any) -> Iterator[Any]:
         yield module.w.grad
 
 
+def of_one_another(place: Place, wrap: Any) -> Iterator[Any]:
+    """Inputs of which one was computed from another outside: its gradient is part of the other's already."""
+    for make in (lambda x: x[:2], lambda x: x * 2, lambda x: x.clone(), lambda x: (x * 3).view(2, 2).t()[0]):
+        function = wrap(lambda x, s: (x.sum() * s).sum())
+        for i in range(3):
+            x = place(W + i).requires_grad_()
+            function(x, make(x)).backward()
+            yield x.grad
+            h = x.exp()
+            function(h, make(h)).backward()
+            yield x.grad
+
+
+def of_one_another_at_last(place: Place, wrap: Any) -> Iterator[Any]:
+    """Recorded where none was computed from another."""
+    function = wrap(lambda x, s: (x.sum() * s).sum())
+    for i in range(4):
+        x = place(W + i).requires_grad_()
+        function(x, place(W * 2).requires_grad_() * 1 if i < 2 else x * 2).backward()
+        yield x.grad
+
+
+def of_a_parameter(place: Place, wrap: Any) -> Iterator[Any]:
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(place(W))
+    function = wrap(lambda h: (module.w * h).sum())
+    for _ in range(3):
+        function(module.w * 2).backward()
+        yield module.w.grad
+
+
+def of_one_tensor(place: Place, wrap: Any) -> Iterator[Any]:
+    """Parts of what neither is: each has a gradient of its own."""
+    function = wrap(lambda a, b: (a * b.square()).sum())
+    for i in range(3):
+        x = place(W + i).requires_grad_()
+        function(*(x * 1).chunk(2)).backward()
+        yield x.grad
+        function(x[:2], x[1:3]).backward()
+        yield x.grad
+
+
 def undefined_gradient(place: Place, wrap: Any) -> Iterator[Any]:
     function = wrap(lambda x: (x.sqrt(), x * 2))
     for _ in range(3):
@@ -89,7 +131,8 @@ def written_view(place: Place, wrap: Any) -> Iterator[Any]:
 
 
 CASES = [
-    leaf_argument, argument_with_a_graph, replaced_parameter, undefined_gradient, a_gradient_that_was_absent, former_gradient, written_view,
+    leaf_argument, argument_with_a_graph, replaced_parameter, of_one_another, of_one_another_at_last, of_a_parameter, of_one_tensor,
+    undefined_gradient, a_gradient_that_was_absent, former_gradient, written_view,
 ]  # fmt: skip
 
 
