@@ -48,12 +48,14 @@ class Prepared:
 
     Attributes:
         in_shares: as a whole it is an all-reduce in shares.
+        is_broadcast: as a whole it is a large broadcast of this device's.
         is_ready: what can be prepared is.
         shape: of this device's own tensor, None if it has none.
     """
 
     transfer: Transfer
     in_shares: bool
+    is_broadcast: bool
     is_ready: bool = False
     shape: torch.Size | None = None
     publish: Publish | None = None

@@ -9,7 +9,8 @@ for any. That cannot deadlock: whoever is furthest behind in the order of comman
 what it reads and it has read what they published.
 
 An all-reduce of more than a little is different: each member reduces a share of it and writes that into every member's block, where
-each one's result then is. What members wait for there, in turns, is each other in that same transfer.
+each one's result then is. What members wait for there, in turns, is each other in that same transfer. So does a device whose large value is
+broadcast: it waits for its readers, for what they read is its own result.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..poison import Poison
 from .all_reduce import InShares, is_shared_out
 from .arena import FIRST_DEVICE, Arena, Region, size_of
 from .board import Board
+from .broadcast import Broadcasts, is_broadcast
 from .control import ANNOUNCED, COUNTED, Control
 from .links import GROWING, STREAMED, WHOLE, Link, poisoned, sendable
 from .prepared import Prepared, Ring, collector, is_small, publisher, slots_of
@@ -72,6 +74,7 @@ class SharedMemory:
         self._window = None if limit is None else Window(self._arena, control)
         self._board = Board(fd, control, device)
         self._in_shares = InShares(control, device, self._board, self._sent, self._window, self.transfer)
+        self._broadcasts = Broadcasts(control, device, self._board, self._sent)
         self._prepared: dict[int, Prepared] = {}
         # By the group they are for and their size.
         self._rings: dict[tuple[tuple[int, ...], int], Ring] = {}
@@ -104,6 +107,10 @@ class SharedMemory:
             prepared = self._prepared_for(transfer, links, value)
             if prepared.in_shares:
                 return self._in_shares.all_reduce(transfer, links, value, sequence)
+            if prepared.is_broadcast and isinstance(value, torch.Tensor):
+                result = self._broadcasts.broadcast(transfer, links, value)
+                if result is not None:
+                    return result
             outgoing = self._publish(links, value, sequence, prepared, transfer.kept) if transfer.publishes else None
             return self._collect(transfer, value, outgoing, prepared)
         finally:
@@ -181,7 +188,7 @@ class SharedMemory:
         if known is None:
             if len(self._prepared) >= _KEPT_TRANSFERS:
                 self._prepared.clear()
-            made = Prepared(transfer, transfer.is_all_reduce and is_shared_out(transfer))
+            made = Prepared(transfer, transfer.is_all_reduce and is_shared_out(transfer), is_broadcast(transfer))
         elif isinstance(value, Poison):
             return known
         else:
