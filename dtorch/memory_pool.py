@@ -40,6 +40,15 @@ def give_back() -> None:
     _kept.clear()
 
 
+def give_up(size: int) -> bool:
+    """Return one block of ``size`` bytes to the system, if one is kept."""
+    try:
+        _kept[size].pop()
+    except (KeyError, IndexError):
+        return False
+    return True
+
+
 def leased(memory: mmap.mmap, offset: int, size: int, free: Callable[[], object]) -> ctypes.Array:
     """A buffer of some bytes that calls ``free`` when nothing refers to it any more, in whatever thread that is."""
     lease = _lease_of(size).from_buffer(memory, offset)

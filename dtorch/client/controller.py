@@ -357,12 +357,12 @@ class Controller:
         sharded = [a for a, p in enumerate(spec.placements) if p.is_shard()]
         expected = math.prod(mesh.shape[a] for a in sharded)
         future = TensorFuture()
-        gather = Gather(future, spec, expected, landing, self.engine.release)
+        gather = Gather(future, spec, expected, landing, self.engine)
         self._ask(
             gather,
             lambda token: [
                 protocol.GET, token, value.id, mesh_id(mesh), encode(spec.placements), list(spec.shape), dtype_name(spec.dtype),
-                None if landing is None else landing[1],
+                landing,
             ],
             "read",
         )  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .. import memory_pool
+from ..engine.interface import Engine
 from ..future import TensorFuture
-from ..raw import copy, from_bytes
+from ..raw import from_bytes
 from ..sharding.layout import box_shape, local_box
 from ..sharding.spec import Spec
 
@@ -51,15 +50,13 @@ class Collect(Waiting):
 class Gather(Waiting):
     """A whole tensor out of the boxes that devices send, or copy into a landing."""
 
-    __slots__ = ("landing", "release", "spec", "whole")
+    __slots__ = ("engine", "landing", "spec", "whole")
 
-    def __init__(
-        self, future: TensorFuture, spec: Spec, expected: int, landing: Any, release: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, future: TensorFuture, spec: Spec, expected: int, landing: Any, engine: Engine) -> None:
         super().__init__(future, expected)
         self.spec = spec
-        self.release = release
         self.landing = landing
+        self.engine = engine
         self.whole: torch.Tensor | None = None
 
     def arrived(self, device: int, payload: Any) -> bool:
@@ -78,14 +75,11 @@ class Gather(Waiting):
         if self.missing:
             return False
         if self.landing is not None:
-            memory, reference = self.landing
-            self.whole = memory_pool.empty(spec.shape, spec.dtype)
-            copy(self.whole, memory.view(spec.dtype).view(spec.shape))
-            self.release(reference)
+            self.whole = self.engine.landed(self.landing, spec.shape, spec.dtype)
         self.future._set(self.whole)
         return True
 
     def fail(self, error: Exception) -> None:
         if self.landing is not None:
-            self.release(self.landing[1])
+            self.engine.release(self.landing)
         super().fail(error)

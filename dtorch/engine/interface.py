@@ -43,11 +43,14 @@ class Engine(Protocol):
         The blob is good for the next PUT sent; its space is taken back once every worker has run that command.
         """
 
-    def landing(self, nbytes: int) -> tuple[torch.Tensor, Any] | None:
-        """Space for a GET: a uint8 tensor of ``nbytes`` and the command's ``landing``; None where replies carry the bytes."""
+    def landing(self, nbytes: int) -> Any:
+        """Space for a GET, as the command's ``landing``. Either `landed` or `release` follows."""
+
+    def landed(self, landing: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """All replies have come: the landing's bytes as a contiguous tensor that shares memory with nobody."""
 
     def release(self, landing: Any) -> None:
-        """The landing's bytes have been copied out, or its GET has failed."""
+        """The landing's GET has failed."""
 
     def close(self) -> None:
         """End every worker and remove every trace. Does not raise; may be called twice."""

@@ -135,7 +135,7 @@ class LocalEngine:
             raise death(parent, opened)
         self._control = Control(self._fd, self._devices)
         self._control.wake_client_at(None)
-        self._staging = Staging(self._fd, self._done, self._wait_until)
+        self._staging = Staging(self._fd, self._done, self._wait_for_space)
         self._directory = opened["directory"]
         try:
             self._channel = ClientChannel(self._directory)
@@ -215,6 +215,10 @@ class LocalEngine:
                 while control.progress[device] < count and self._unusable is None:
                     control.await_progress(device, count)
 
+    def _wait_for_space(self, count: int) -> None:
+        self._wait_until(count)
+        self._check()
+
     @contextlib.contextmanager
     def _woken_at(self, count: int) -> Iterator[None]:
         with self._targets_lock:
@@ -237,9 +241,12 @@ class LocalEngine:
         self._check()
         return self._staging.stage(tensor)  # type: ignore[union-attr]
 
-    def landing(self, nbytes: int) -> tuple[torch.Tensor, Place]:
+    def landing(self, nbytes: int) -> Place:
         self._check()
         return self._staging.landing(nbytes)  # type: ignore[union-attr]
+
+    def landed(self, landing: Place, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._staging.landed(landing, shape, dtype, self._sequence)  # type: ignore[union-attr]
 
     def release(self, landing: Place) -> None:
         staging = self._staging
@@ -344,6 +351,8 @@ class LocalEngine:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._channel.close()
         self._running = ()
+        if self._staging is not None:
+            self._staging.close()
         self._staging = None  # its memory goes with it, unless the caller still has some of it
         os.close(self._wake)
         os.close(self._fd)

@@ -80,9 +80,11 @@ class SimulatedEngine:
     def stage(self, tensor: torch.Tensor) -> Any:
         return tensor
 
-    def landing(self, nbytes: int) -> tuple[torch.Tensor, Any] | None:
-        space = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return space, space
+    def landing(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def landed(self, landing: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return landing.view(dtype).view(tuple(shape))
 
     def release(self, landing: Any) -> None:
         pass

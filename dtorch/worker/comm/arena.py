@@ -28,6 +28,11 @@ CLIENT = 1
 FIRST_DEVICE = 2
 
 _PAGE = 4096
+_MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+_PUNCH_HOLE = 3  # and keep the file's size
+#: Bytes that are in memory twice while they become private.
+_PRIVATE_STEP = 1 << 24
 _FIRST_WINDOW = 1 << 30
 _KEPT_VIEWS = 1024
 _GROUPS = (
@@ -53,6 +58,32 @@ def free_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # another version of control groups, none, or "max"
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
     return max(free, 0)
+
+
+class _Calls:
+    """What Python's mmap objects cannot do: anything at a given address, and holes without a mapping."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+        self._mmap, self._madvise, self._fallocate = libc.mmap, libc.madvise, libc.fallocate
+        self._mmap.restype = address
+        self._mmap.argtypes = [address, size, number, number, number, offset]
+        self._madvise.argtypes = [address, size, number]
+        self._fallocate.argtypes = [number, number, offset, offset]
+
+    def map(self, address: int, nbytes: int, flags: int, fd: int, offset: int) -> bool:
+        """Put this part of the file in the place of what is mapped at ``address``, for all threads at once; whether that was possible."""
+        found = self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, offset)
+        return found == address
+
+    def populate(self, address: int, nbytes: int) -> bool:
+        """Give a private mapping pages of its own, as writes to them would; whether that was possible."""
+        return self._madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """Return the file's memory of these bytes to the system. Private pages stay."""
+        self._fallocate(fd, _PUNCH_HOLE, offset, nbytes)
 
 
 class Region:
@@ -96,6 +127,34 @@ class Region:
         """Return the memory of these bytes to the system; they read as zeros then."""
         if self._window is not None:
             self._window.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+    def make_private(self, memory: torch.Tensor, offset: int) -> bool:
+        """Turn `bytes` at ``offset``, pages all of them, into memory that no other process sees, also after a fork.
+
+        Other threads may use it meanwhile. False: it reads from the file still, where it was not written to. OSError: it is shared still.
+        """
+        calls, start = _calls(), self._start + offset
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        if not calls.map(address, nbytes, mmap.MAP_PRIVATE, self._fd, start):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        for at in range(0, nbytes, _PRIVATE_STEP):
+            step = min(_PRIVATE_STEP, nbytes - at)
+            if not calls.populate(address + at, step):
+                return False
+            calls.punch(self._fd, start + at, step)
+        return True
+
+    def make_shared(self, memory: torch.Tensor, offset: int) -> bool:
+        """Undo `make_private`; the bytes are zeros then. False: that was not possible."""
+        return _calls().map(memory.data_ptr(), memory.nbytes, mmap.MAP_SHARED, self._fd, self._start + offset)
+
+    def leave_only(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Return all memory of this and later regions to the system but these, ``(offset, bytes)`` in this one."""
+        at = self._start
+        for offset, nbytes in sorted(blocks):
+            _calls().punch(self._fd, at, self._start + offset - at)
+            at = self._start + offset + nbytes
+        _calls().punch(self._fd, at, os.fstat(self._fd).st_size - at)
 
     def _map(self, end: int) -> None:
         size = max(_FIRST_WINDOW, 1 << (end - 1).bit_length())
@@ -207,6 +266,11 @@ class Arena:
         self.region.give_up(offset, size)
         self._given_up.add(offset)
         blocks.insert(0, offset)
+
+
+@functools.cache
+def _calls() -> _Calls:
+    return _Calls()
 
 
 def size_of(nbytes: int) -> int:
