@@ -49,11 +49,11 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.T
     return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)`` between cpu tensors of one shape; fast where they are large."""
+def copy(target: torch.Tensor, source: torch.Tensor, *, least: int = _PAST_CACHES) -> None:
+    """``target.copy_(source)`` between cpu tensors of one shape; by libc, where that is possible, from ``least`` bytes on."""
     nbytes = target.nbytes
     if (
-        nbytes >= _PAST_CACHES
+        nbytes >= least
         and target.dtype is source.dtype
         and target.is_contiguous()
         and source.is_contiguous()

@@ -331,15 +331,24 @@ class Controller:
             raise self._unusable()
         mesh = self.mesh(spec.mesh)
         source = tensor
-        if tensor.nbytes <= INLINE_BYTES:
-            blob: Any = to_bytes(tensor)
-        else:
-            blob = self.engine.stage(tensor.detach().resolve_conj().resolve_neg().contiguous())
         issue = self.issue if alone else self._queue
-        with self.lock:
-            value = new_value()
-            placements = encode(spec.placements)
-            issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put")
+        value: Value | None = None
+
+        def send(blob: Any, now: bool) -> None:
+            nonlocal value
+            with self.lock:
+                value = new_value()
+                placements = encode(spec.placements)
+                issue([protocol.PUT, value.id, mesh, placements, list(spec.shape), dtype_name(spec.dtype), blob], "put")
+                if now:
+                    self.flush()
+
+        if tensor.nbytes <= INLINE_BYTES:
+            send(to_bytes(tensor), False)
+        else:
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            self.engine.stage(plain, _alone(spec), send)
+        assert value is not None
         recorder = watch.recorder()
         if recorder is not None:
             recorder.put(source, value, spec)
@@ -491,6 +500,13 @@ class Controller:
         for waiting in list(self.waiting.values()):
             waiting.fail(error)
         self.waiting.clear()
+
+
+def _alone(spec: Spec) -> tuple[int, ...]:
+    """The cpu devices that hold a tensor, if no two of them hold the same."""
+    mesh = spec.mesh
+    shared = any(p.is_replicate() and size > 1 for p, size in zip(spec.placements, mesh.shape, strict=True))
+    return () if shared or mesh.device_type != "cpu" else tuple(mesh.device_ids)
 
 
 def _make_engine(config: Config, controller: Controller) -> Engine:

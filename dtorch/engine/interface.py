@@ -37,10 +37,12 @@ class Engine(Protocol):
     def workers(self) -> dict[int, tuple[int, int, str]]:
         """Of each running device: process id, commands sent that it has yet to run, and "running", "stopped" or "lost"."""
 
-    def stage(self, tensor: torch.Tensor) -> Any:
-        """A contiguous CPU tensor as a PUT command's ``blob``. May wait for space; called without the controller's lock.
+    def stage(self, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]) -> None:
+        """Bring a contiguous CPU tensor to ``devices``. May wait for space; called without the controller's lock.
 
-        The blob is good for the next PUT sent; its space is taken back once every worker has run that command.
+        Args:
+            devices: cpu devices, each of which wants a part of its own; none, if it is not so.
+            send: queues a PUT command with this blob, for which it is good, and sends it if the second argument is true: the bytes follow.
         """
 
     def landing(self, nbytes: int) -> Any:

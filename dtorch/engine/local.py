@@ -10,11 +10,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from ..client.interrupts import critical
 from ..errors import DeviceUnavailable, DTorchError, WorkerLost
+from ..worker.comm import ring
 from ..worker.comm.arena import create_segment, free_bytes
 from ..worker.comm.control import Control
 from . import zygote
@@ -27,6 +30,7 @@ from .staging import Place, Staging
 log = logging.getLogger("dtorch")
 
 _PATIENCE_SECONDS = 5.0
+_IDLE_SECONDS = 100e-6
 #: The zygote is looked at this often even if no poll says so. A precaution: once in 171 kills on a loaded machine the loss was told
 #: after 5 s, when a poll used to end; why is not known.
 _LOOK_SECONDS = 1.0
@@ -215,6 +219,15 @@ class LocalEngine:
                 while control.progress[device] < count and self._unusable is None:
                     control.await_progress(device, count)
 
+    def _are_idle(self) -> bool:
+        """Whether all workers have run everything sent. They reply to a command a moment before they say that they have run it."""
+        deadline = time.perf_counter() + _IDLE_SECONDS
+        while self._done() < self._sequence:
+            if time.perf_counter() > deadline:
+                return False
+            os.sched_yield()
+        return True
+
     def _wait_for_space(self, count: int) -> None:
         self._wait_until(count)
         self._check()
@@ -237,9 +250,30 @@ class LocalEngine:
 
     # Bytes
 
-    def stage(self, tensor: torch.Tensor) -> Place:
+    def stage(self, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]) -> None:
         self._check()
-        return self._staging.stage(tensor)  # type: ignore[union-attr]
+        staging = self._staging
+        assert staging is not None
+        if devices and tensor.nbytes >= ring.SMALLEST_BYTES and staging.pouring.acquire(blocking=False):
+            try:
+                if self._are_idle():
+                    self._pour(staging, tensor, devices, send)
+                    return
+            finally:
+                staging.pouring.release()
+        send(staging.stage(tensor), False)
+
+    @critical  # else Ctrl-C would leave workers waiting for the rest
+    def _pour(
+        self, staging: Staging, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]
+    ) -> None:
+        source, block = staging.source(self._control), staging.block(tensor.nbytes)
+        send(source.reference(block), True)
+        try:
+            source.pour(tensor, staging.memory(block), devices)
+        except BaseException as error:
+            self._lose(WorkerLost(f"interrupted while a value was being sent: {error!r}"))
+            raise
 
     def landing(self, nbytes: int) -> Place:
         self._check()

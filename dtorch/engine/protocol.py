@@ -16,7 +16,8 @@ MESH = 2
 """``[MESH, mesh id, device type, shape, device ids, dim names or None]``."""
 PUT = 3
 """``[PUT, value, mesh id, placements, shape, dtype, blob]``: every device keeps its box of a whole tensor from the client.
-``blob`` is the tensor's bytes (contiguous), or ``[offset, bytes]`` in the client's arena. Under Partial, coordinate 0 holds it all."""
+``blob`` is the tensor's bytes (contiguous), or ``[offset, bytes]`` in the client's arena, or ``[offset, bytes, offset of the ring, slabs
+shown before]``: it comes through the ring (`dtorch.worker.comm.ring`). Under Partial, coordinate 0 holds it all."""
 GET = 4
 """``[GET, token, value, mesh id, placements, shape, dtype, landing]``: one device of each distinct box replies with it.
 The placements hold no Partial. A device whose tensor is not of that box or dtype fails: its bytes would be read as something else.

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,10 +16,11 @@ import torch
 from ..errors import DeviceUnavailable
 from ..mesh import DeviceMesh
 from ..program.ir import Program
-from ..raw import flat_bytes
+from ..raw import copy, flat_bytes
+from ..sharding.layout import Box
 from ..sharding.rearrange import Shift
 from ..sharding.transfer import Half, Transfer
-from ..worker.assemble import assemble
+from ..worker.assemble import assemble, cut
 from ..worker.executor import CodeCache, Executor, Steps, mesh_of
 from ..worker.poison import Poison
 from ..worker.values_in_out import Value
@@ -77,8 +78,8 @@ class SimulatedEngine:
     def workers(self) -> dict[int, tuple[int, int, str]]:
         return {device: (os.getpid(), 0, "running") for device in self._world.devices()}
 
-    def stage(self, tensor: torch.Tensor) -> Any:
-        return tensor
+    def stage(self, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]) -> None:
+        send(tensor, False)
 
     def landing(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -123,10 +124,11 @@ _CPU = torch.device("cpu")
 class _Blobs:
     """Blobs and landings are the client's own tensors; executors copy out of and into them."""
 
-    def blob(self, blob: Any) -> torch.Tensor:
-        if isinstance(blob, torch.Tensor):
-            return flat_bytes(blob)
-        return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+    def fill(self, target: torch.Tensor, blob: Any, dtype: torch.dtype, shape: Sequence[int], box: Box) -> None:
+        flat = (
+            flat_bytes(blob) if isinstance(blob, torch.Tensor) else torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        )
+        copy(target, cut(flat.view(dtype).view(tuple(shape)), box))
 
     def landing(self, landing: Any) -> torch.Tensor:
         return landing

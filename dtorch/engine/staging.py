@@ -19,6 +19,8 @@ from ..client.interrupts import critical
 from ..errors import DTorchError
 from ..raw import copy
 from ..worker.comm.arena import CLIENT, KEPT_BYTES, Arena, Region, size_of
+from ..worker.comm.control import Control
+from ..worker.comm.ring import RING_BYTES, Source
 from .protocol import PUT
 
 log = logging.getLogger("dtorch")
@@ -79,6 +81,9 @@ class Staging:
         self._dead: deque[int] = deque()
         #: By size, how many more blocks may be lent for private memory that was given up.
         self._lendable: dict[int, int] = defaultdict(int)
+        #: Held by whoever fills the ring.
+        self.pouring = threading.Lock()
+        self._source: Source | None = None
         self._pid = os.getpid()
         self._closed = False
         self._locked = False
@@ -86,7 +91,26 @@ class Staging:
 
     def stage(self, tensor: torch.Tensor) -> Place:
         """Copy ``tensor`` in. Waits while a GiB of earlier ones is still to be read."""
-        nbytes = tensor.nbytes
+        place = self.block(tensor.nbytes)
+        with self._lock:
+            memory = self._arena.region.view(place[0], tuple(tensor.shape), tensor.dtype)
+        copy(memory, tensor.detach())
+        return place
+
+    def memory(self, place: Place) -> torch.Tensor:
+        """The bytes of a block."""
+        with self._lock:
+            return self._arena.region.bytes(*place)
+
+    def source(self, control: Control) -> Source:
+        """The ring, for whoever has `pouring`."""
+        with self._lock:
+            if self._source is None:
+                self._source = Source(control, self._arena.region, self._arena.allocate(RING_BYTES))
+            return self._source
+
+    def block(self, nbytes: int) -> Place:
+        """Space for a PUT. Waits while a GiB of earlier ones is still to be read."""
         while True:
             with self._lock:
                 if self._closed:
@@ -94,13 +118,10 @@ class Staging:
                 self._reclaim()
                 if not self._sent or self._waiting + nbytes <= _WAITING_BYTES:
                     offset = self._arena.allocate(nbytes)
-                    memory = self._arena.region.view(offset, tuple(tensor.shape), tensor.dtype)
                     self._unsent.add(offset)
-                    break
+                    return [offset, nbytes]
                 target = self._sent[0][0]
             self._wait(target)
-        copy(memory, tensor.detach())
-        return [offset, nbytes]
 
     def landing(self, nbytes: int) -> Place:
         """Space that workers may write to."""
@@ -159,7 +180,7 @@ class Staging:
             for number, command in enumerate(commands, sequence + 1):
                 if command[0] == PUT and isinstance(command[-1], list):
                     self._unsent.discard(command[-1][0])
-                    self._retire(number, command[-1])
+                    self._retire(number, command[-1][:2])
 
     def close(self) -> None:
         """All workers have ended: what is lent is all that stays."""
@@ -167,6 +188,7 @@ class Staging:
             self._closed = True
             self._reclaim()
             del self._done, self._wait  # the engine's
+            self._source = None
             kept = [(offset, size_of(lent.place[1])) for offset, lent in self._lent.items() if not lent.owned]
             if kept:
                 self._arena.region.leave_only(kept)

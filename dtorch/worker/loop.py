@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from .. import memory_pool
 from ..engine.channel import WorkerChannel
 from ..engine.protocol import IMPORT, READY
 from ..errors import WorkerLost
+from ..raw import copy
+from ..sharding.layout import Box
+from .assemble import cut
 from .comm.arena import CLIENT, Region
 from .comm.control import Control
 from .comm.process_groups import ProcessGroups
+from .comm.ring import Sink
 from .comm.sockets import Sockets
 from .executor import Executor, Steps
 
@@ -23,15 +28,20 @@ from .executor import Executor, Steps
 class SharedBlobs:
     """The client's bytes: in the command itself, or in the client's region of the shared memory."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, control: Control, device: int) -> None:
         self._region = Region(fd, CLIENT)
+        self._ring = Sink(control, self._region, device)
 
-    def blob(self, blob: Any) -> torch.Tensor:
+    def fill(self, target: torch.Tensor, blob: Any, dtype: torch.dtype, shape: Sequence[int], box: Box) -> None:
         """See `dtorch.worker.values_in_out.Blobs`."""
-        if isinstance(blob, list):
-            return self._region.bytes(*blob)
-        # frombuffer refuses an empty buffer, and warns of one that it may not write to.
-        return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)
+        if not isinstance(blob, list):  # frombuffer warns of a buffer that it may not write to
+            memory = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        elif len(blob) == 2:
+            memory = self._region.bytes(*blob)
+        else:
+            self._ring.take(blob, dtype, shape, box, target)
+            return
+        copy(target, cut(memory.view(dtype).view(tuple(shape)), box))
 
     def landing(self, landing: Any) -> torch.Tensor:
         """See `dtorch.worker.values_in_out.Blobs`."""
@@ -70,7 +80,7 @@ def main(
     events: list[list] = []
     control = Control(fd, devices)
     communicator = (ProcessGroups if is_shared else Sockets)(fd, control, device, address, limit=arena_bytes)
-    executor = Executor(device, events.append, SharedBlobs(fd), empty=communicator.empty)
+    executor = Executor(device, events.append, SharedBlobs(fd, control, device), empty=communicator.empty)
     for name in imports:
         importlib.import_module(name)  # a module that cannot be imported ends the worker, with its traceback
         executor.run([IMPORT, name], sequence)

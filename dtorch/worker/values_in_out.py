@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from ..engine import protocol
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, decode, is_partial
 from ..raw import copy, dtype_called, dtype_name, to_bytes
-from ..sharding.layout import box_shape, local_box
+from ..sharding.layout import Box, box_shape, local_box
 from .assemble import cut
 from .poison import Poison
 
@@ -22,8 +22,8 @@ Value = torch.Tensor | Poison
 class Blobs(Protocol):
     """The client's bytes, as this device reaches them."""
 
-    def blob(self, blob: Any) -> torch.Tensor:
-        """The bytes of a PUT command's ``blob``: 1-d, uint8, the whole tensor, contiguous. The executor copies out of it."""
+    def fill(self, target: torch.Tensor, blob: Any, dtype: torch.dtype, shape: Sequence[int], box: Box) -> None:
+        """Copy ``box`` of the tensor of ``shape`` that is a PUT command's ``blob`` to ``target``."""
 
     def landing(self, landing: Any) -> torch.Tensor:
         """The space of a GET command's ``landing`` (never None): 1-d, uint8, writable, the whole tensor."""
@@ -62,7 +62,7 @@ class ValuesInOut:
         if any(is_partial(placement) and index for placement, index in zip(placements, coordinate, strict=True)):
             result.zero_()
         elif result.numel():
-            copy(result, cut(self._blobs.blob(blob).view(dtype).view(shape), box))
+            self._blobs.fill(result, blob, dtype, shape, box)
         self._values[value] = result
 
     def get(self, command: list) -> None:

@@ -52,8 +52,11 @@ class Cluster:
     def put(self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], stage: bool = False) -> int:
         value = next(self._ids)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        blob = self.engine.stage(tensor) if stage else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        self.send([protocol.PUT, value, self.meshes[mesh], encode(placements), list(tensor.shape), dtype, blob])
+        command = [protocol.PUT, value, self.meshes[mesh], encode(placements), list(tensor.shape), dtype]
+        if stage:
+            self.engine.stage(tensor, mesh.device_ids, lambda blob, now: self.send([*command, blob]))
+        else:
+            self.send([*command, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()])
         return value
 
     def op(self, name: str, mesh: DeviceMesh, *values: int) -> int:

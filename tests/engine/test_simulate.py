@@ -38,8 +38,8 @@ class Bench:
     def put(self, value, tensor, placements, mesh=MESH):
         self.shapes[value] = list(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        blob = self.engine.stage(tensor.contiguous())
-        self.send([protocol.PUT, value, mesh, list(placements), list(tensor.shape), dtype, blob])
+        command = [protocol.PUT, value, mesh, list(placements), list(tensor.shape), dtype]
+        self.engine.stage(tensor.contiguous(), (), lambda blob, now: self.send([*command, blob]))
 
     def define(self, program):
         self.programs += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
@@ -23,7 +24,14 @@ COUNTED = 1 << 20
 ANNOUNCED = 1
 """So much of it stands for an entry that tells what is to come; each part of that adds one."""
 
-_NOBODY = 1 << 62
+NEVER = 1 << 62
+CLIENT_DEVICE = -1
+"""Who waits for the client as for a device: its line is the one before the first device's."""
+SHOWN = _LINES - 4
+"""The word that counts the slabs which the client has shown (`dtorch.worker.comm.ring`)."""
+REST = _LINES - 3
+"""The word that says from which of these slabs on they are in a block, not in the ring."""
+_TAKEN = 3
 # A wait looks for a while, and offers its core to others between looks: to a client, or to workers that are more than the cores. To sleep
 # and to be woken takes longer than what is mostly waited for, with one process more than cores too (`python -m benchmarks collectives`).
 _LOOKS = 20
@@ -41,7 +49,7 @@ class Control:
     No store of a writer is seen by others before its earlier ones. That holds on x86 (TSO). On aarch64 a ``dmb ish`` must
     stand before each store that announces something, and after the load that notices it.
 
-    In the file: the client's line; a line per device (progress, bell, hint); for each (reader, publisher) how far in their
+    In the file: the client's words; a line per device (progress, bell, hint, slabs taken); for each (reader, publisher) how far in their
     transfers the reader is; for each (publisher, reader) a ring of `CREDIT` entries. How far: `COUNTED` for each transfer.
     """
 
@@ -75,9 +83,13 @@ class Control:
 
     def wake_client_at(self, count: int | None) -> None:
         """Have workers wake the client when they have run ``count`` commands; None: never."""
-        self.words[0] = _NOBODY if count is None else count
+        self.words[0] = NEVER if count is None else count
 
     # Bells: workers wait for each other
+
+    def taken(self, device: int) -> int:
+        """The index of the word that counts the client's slabs which ``device`` has read, or does not want."""
+        return _LINES + _LINE * device + _TAKEN
 
     def departure(self, reader: int, publisher: int) -> int:
         """The index of the word that says how far ``reader`` is in its transfers with ``publisher``."""
@@ -99,20 +111,26 @@ class Control:
             words[line + _BELL] += 1
             self._futex.wake(self._address + 8 * (line + _BELL))
 
-    def wait(self, device: int, index: int, value: int) -> None:
-        """Return once word ``index``, which ``device`` writes, is at least ``value``.
+    def wait(
+        self, device: int, index: int, value: int, deadline: float = math.inf, awake: float = _AWAKE_SECONDS
+    ) -> bool:
+        """Return once word ``index``, which ``device`` writes, is at least ``value``, or it is past ``deadline``; whether it is.
 
-        There is no way out but that: when a worker dies, the zygote ends all the others, the waiting ones too.
+        For ``awake`` seconds it looks, then it sleeps.
+
+        Workers have none: when one dies, the zygote ends all the others, the waiting ones too.
         """
         words = self.words
         asleep_at = 0.0
         while True:
             for _ in range(_LOOKS):
                 if words[index] >= value:
-                    return
+                    return True
             now = time.perf_counter()
-            if now > (asleep_at := asleep_at or now + _AWAKE_SECONDS):
+            if now > (asleep_at := asleep_at or now + awake):
                 break
+            if now > deadline:
+                return False
             os.sched_yield()
         line = _LINES + _LINE * device
         nap = 0
@@ -120,7 +138,9 @@ class Control:
             words[line + _DOZING] = 1
             bell = words[line + _BELL]
             if words[index] >= value:
-                return
+                return True
+            if time.perf_counter() > deadline:
+                return False
             self._futex.wait(self._address + 8 * (line + _BELL), bell, nap)
             nap = min(nap + 1, len(_NAP_SECONDS) - 1)
 

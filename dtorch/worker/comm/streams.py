@@ -141,7 +141,7 @@ class Incoming:
         for wanted, target in self.wanted:
             both = common(box, wanted)
             if both is not None:
-                copy(cut(target, _within(both, wanted)), cut(slab, _within(both, box)))
+                copy(cut(target, within(both, wanted)), cut(slab, within(both, box)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -254,5 +254,6 @@ def _slab(region: Region, offset: int, step: int, slabs: Slabs, box: Box, dtype:
     return region.view(place, box_shape(box), dtype)
 
 
-def _within(box: Box, outer: Box) -> Box:
+def within(box: Box, outer: Box) -> Box:
+    """``box`` as a part of ``outer``."""
     return tuple((a - low, b - low) for (a, b), (low, _) in zip(box, outer, strict=True))
