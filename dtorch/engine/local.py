@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from ..client.interrupts import critical
 from ..errors import DeviceUnavailable, DTorchError, WorkerLost
-from ..worker.comm import ring
 from ..worker.comm.arena import create_segment, free_bytes
 from ..worker.comm.control import Control
 from . import zygote
@@ -30,7 +28,6 @@ from .staging import Place, Staging
 log = logging.getLogger("dtorch")
 
 _PATIENCE_SECONDS = 5.0
-_IDLE_SECONDS = 100e-6
 #: The zygote is looked at this often even if no poll says so. A precaution: once in 171 kills on a loaded machine the loss was told
 #: after 5 s, when a poll used to end; why is not known.
 _LOOK_SECONDS = 1.0
@@ -66,7 +63,8 @@ class LocalEngine:
         #: Process ids of the running workers, by device.
         self.pids: dict[int, int] = {}
         self._running: tuple[int, ...] = ()
-        self._sequence = 0
+        #: The number of commands sent.
+        self.sequence = 0
         self._batch = 0
         self._slowest = 0
         self._turn = 0
@@ -96,7 +94,7 @@ class LocalEngine:
             settings = {
                 "devices": self._devices,
                 "batch": self._batch,
-                "sequence": self._sequence,
+                "sequence": self.sequence,
                 "threads": self._threads,
                 "path": zygote.import_path(),
                 "imports": self._imports,
@@ -139,7 +137,7 @@ class LocalEngine:
             raise death(parent, opened)
         self._control = Control(self._fd, self._devices)
         self._control.wake_client_at(None)
-        self._staging = Staging(self._fd, self._done, self._wait_for_space)
+        self._staging = Staging(self._fd, self._control, self)
         self._directory = opened["directory"]
         try:
             self._channel = ClientChannel(self._directory)
@@ -169,7 +167,7 @@ class LocalEngine:
             except KeyboardInterrupt as interrupt:
                 # Half-started workers would miss commands. They need a moment; a second Ctrl-C says that it is too long.
                 if interrupted:
-                    self._lose(WorkerLost("interrupted while workers were starting"))
+                    self.lose(WorkerLost("interrupted while workers were starting"))
                 interrupted = interrupt
         if interrupted:
             raise interrupted
@@ -180,16 +178,16 @@ class LocalEngine:
         self._check()
         with self._lock:
             if self._zygote is None:
-                self._sequence += len(commands)
+                self.sequence += len(commands)
                 return
             try:
-                self._staging.sending(commands, self._sequence)  # type: ignore[union-attr]
-                self._sequence += len(commands)
+                self._staging.sending(commands, self.sequence)  # type: ignore[union-attr]
+                self.sequence += len(commands)
                 self._channel.send(self._batch, commands)
                 self._batch += 1
             except BaseException as error:
                 # Whether the workers have these commands is not known: better an end than a wrong value.
-                self._lose(WorkerLost(f"interrupted while commands were being sent: {error!r}"))
+                self.lose(WorkerLost(f"interrupted while commands were being sent: {error!r}"))
                 raise
 
     def behind(self) -> int:
@@ -197,7 +195,7 @@ class LocalEngine:
         running = self._running
         if not running:
             return 0
-        progress, sequence = self._control.progress, self._sequence
+        progress, sequence = self._control.progress, self.sequence
         self._turn = turn = (self._turn + 1) % len(running)
         lag = sequence - progress[self._slowest]
         other = sequence - progress[running[turn]]
@@ -207,7 +205,7 @@ class LocalEngine:
         return lag
 
     def wait_behind(self, limit: int) -> None:
-        self._wait_until(self._sequence - limit)
+        self._wait_until(self.sequence - limit)
 
     def _wait_until(self, count: int) -> None:
         """Sleep until every worker has run ``count`` commands, or the cluster is unusable."""
@@ -219,16 +217,8 @@ class LocalEngine:
                 while control.progress[device] < count and self._unusable is None:
                     control.await_progress(device, count)
 
-    def _are_idle(self) -> bool:
-        """Whether all workers have run everything sent. They reply to a command a moment before they say that they have run it."""
-        deadline = time.perf_counter() + _IDLE_SECONDS
-        while self._done() < self._sequence:
-            if time.perf_counter() > deadline:
-                return False
-            os.sched_yield()
-        return True
-
-    def _wait_for_space(self, count: int) -> None:
+    def wait_until_run(self, count: int) -> None:
+        """Sleep until every worker has run ``count`` commands; WorkerLost if that will not be."""
         self._wait_until(count)
         self._check()
 
@@ -244,7 +234,8 @@ class LocalEngine:
                 self._targets.remove(count)
                 self._control.wake_client_at(min(self._targets, default=None))
 
-    def _done(self) -> int:
+    def done(self) -> int:
+        """The number of commands that every worker has run."""
         progress = self._control.progress
         return min(progress[device] for device in self._running)
 
@@ -252,40 +243,19 @@ class LocalEngine:
 
     def stage(self, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]) -> None:
         self._check()
-        staging = self._staging
-        assert staging is not None
-        if devices and tensor.nbytes >= ring.SMALLEST_BYTES and staging.pouring.acquire(blocking=False):
-            try:
-                if self._are_idle():
-                    self._pour(staging, tensor, devices, send)
-                    return
-            finally:
-                staging.pouring.release()
-        send(staging.stage(tensor), False)
-
-    @critical  # else Ctrl-C would leave workers waiting for the rest
-    def _pour(
-        self, staging: Staging, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]
-    ) -> None:
-        source, block = staging.source(self._control), staging.block(tensor.nbytes)
-        send(source.reference(block), True)
-        try:
-            source.pour(tensor, staging.memory(block), devices)
-        except BaseException as error:
-            self._lose(WorkerLost(f"interrupted while a value was being sent: {error!r}"))
-            raise
+        self._staging.bring(tensor, devices, send)  # type: ignore[union-attr]
 
     def landing(self, nbytes: int) -> Place:
         self._check()
         return self._staging.landing(nbytes)  # type: ignore[union-attr]
 
     def landed(self, landing: Place, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._staging.landed(landing, shape, dtype, self._sequence)  # type: ignore[union-attr]
+        return self._staging.landed(landing, shape, dtype, self.sequence)  # type: ignore[union-attr]
 
     def release(self, landing: Place) -> None:
         staging = self._staging
         if staging is not None:
-            staging.release(landing, self._sequence)
+            staging.release(landing, self.sequence)
 
     # Receiving
 
@@ -301,11 +271,11 @@ class LocalEngine:
             if self._closed:
                 return
             if parent.socket.fileno() in ready:
-                self._lose(death(parent, parent.receive()))
+                self.lose(death(parent, parent.receive()))
                 return
             if time.monotonic() - looked > _PATIENCE_SECONDS:
-                done = self._done() if self._running else 0
-                if done == seen and done < self._sequence:
+                done = self.done() if self._running else 0
+                if done == seen and done < self.sequence:
                     self._warn()
                 looked, seen = time.monotonic(), done
 
@@ -319,7 +289,8 @@ class LocalEngine:
         except Exception:
             log.exception("dtorch: an event could not be handled: %s", event)
 
-    def _lose(self, error: Exception) -> None:
+    def lose(self, error: Exception) -> None:
+        """The cluster is unusable from here on."""
         if self._unusable is None:
             self._unusable = error
             self._on_lost(error)
@@ -336,7 +307,7 @@ class LocalEngine:
         return {
             device: (
                 self.pids[device],
-                self._sequence - self._control.progress[device],
+                self.sequence - self._control.progress[device],
                 "stopped" if device in stopped else "running",
             )
             for device in running

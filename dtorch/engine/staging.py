@@ -8,19 +8,21 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from .. import memory_pool
 from ..client.interrupts import critical
-from ..errors import DTorchError
+from ..errors import DTorchError, WorkerLost
 from ..raw import copy
+from ..worker.comm import ring
 from ..worker.comm.arena import CLIENT, KEPT_BYTES, Arena, Region, size_of
 from ..worker.comm.control import Control
-from ..worker.comm.ring import RING_BYTES, Source
 from .protocol import PUT
 
 log = logging.getLogger("dtorch")
@@ -28,6 +30,7 @@ log = logging.getLogger("dtorch")
 _WAITING_BYTES = 1 << 30
 #: Seconds that a fork waits for whoever is at the blocks. Only a fork in a signal handler that interrupted him waits so long.
 _FORK_SECONDS = 1.0
+_IDLE_SECONDS = 100e-6
 
 Place = list[int]
 """``[offset, bytes]``, as commands carry it."""
@@ -51,6 +54,22 @@ class _Lent:
     stuck: bool = False
 
 
+class Workers(Protocol):
+    """What the engine tells."""
+
+    sequence: int
+    """The number of commands sent."""
+
+    def done(self) -> int:
+        """The number of commands that every worker has run."""
+
+    def wait_until_run(self, count: int) -> None:
+        """Block until every worker has run ``count`` commands."""
+
+    def lose(self, error: Exception) -> None:
+        """Say that the cluster is unusable."""
+
+
 class Staging:
     """Blocks of the client's region. Thread-safe.
 
@@ -62,17 +81,16 @@ class Staging:
     memory tells: where a result of about that size has died, its memory is given up, and the landing lent instead. A forked child
     must not see what its parent does to a result, nor the other way round: before a fork what is lent becomes private.
 
-    Args:
-        done: the number of commands that every worker has run.
-        wait: block until every worker has run that many commands.
+    A large tensor that each device wants a part of is not copied in as a whole, if they have nothing else to do: they copy out meanwhile
+    (`dtorch.worker.comm.ring`).
     """
 
-    def __init__(self, fd: int, done: Callable[[], int], wait: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, control: Control, engine: Workers) -> None:
         fd = os.dup(fd)  # what is lent may outlive the engine
         weakref.finalize(self, os.close, fd).atexit = False
         self._arena = Arena(Region(fd, CLIENT))
-        self._done = done
-        self._wait = wait
+        self._control = control
+        self._engine = engine
         self._lock = threading.Lock()
         self._unsent: set[int] = set()
         self._sent: deque[tuple[int, int, int]] = deque()  # (commands to be run by all, offset, bytes)
@@ -81,9 +99,8 @@ class Staging:
         self._dead: deque[int] = deque()
         #: By size, how many more blocks may be lent for private memory that was given up.
         self._lendable: dict[int, int] = defaultdict(int)
-        #: Held by whoever fills the ring.
-        self.pouring = threading.Lock()
-        self._source: Source | None = None
+        self._pouring = threading.Lock()  # held by whoever fills the ring
+        self._source: ring.Source | None = None
         self._pid = os.getpid()
         self._closed = False
         self._locked = False
@@ -91,25 +108,48 @@ class Staging:
 
     def stage(self, tensor: torch.Tensor) -> Place:
         """Copy ``tensor`` in. Waits while a GiB of earlier ones is still to be read."""
-        place = self.block(tensor.nbytes)
+        place = self._block(tensor.nbytes)
         with self._lock:
             memory = self._arena.region.view(place[0], tuple(tensor.shape), tensor.dtype)
         copy(memory, tensor.detach())
         return place
 
-    def memory(self, place: Place) -> torch.Tensor:
-        """The bytes of a block."""
-        with self._lock:
-            return self._arena.region.bytes(*place)
+    def bring(self, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]) -> None:
+        """See `dtorch.engine.interface.Engine.stage`."""
+        if devices and tensor.nbytes >= ring.SMALLEST_BYTES and self._pouring.acquire(blocking=False):
+            try:
+                if self._are_idle():
+                    self._pour(tensor, devices, send)
+                    return
+            finally:
+                self._pouring.release()
+        send(self.stage(tensor), False)
 
-    def source(self, control: Control) -> Source:
-        """The ring, for whoever has `pouring`."""
+    def _are_idle(self) -> bool:
+        """Whether all workers have run everything sent. They reply to a command a moment before they say that they have run it."""
+        deadline = time.perf_counter() + _IDLE_SECONDS
+        while self._engine.done() < self._engine.sequence:
+            if time.perf_counter() > deadline:
+                return False
+            os.sched_yield()
+        return True
+
+    @critical  # else Ctrl-C would leave workers waiting for the rest
+    def _pour(self, tensor: torch.Tensor, devices: Sequence[int], send: Callable[[Any, bool], None]) -> None:
+        place = self._block(tensor.nbytes)
         with self._lock:
+            region = self._arena.region
             if self._source is None:
-                self._source = Source(control, self._arena.region, self._arena.allocate(RING_BYTES))
-            return self._source
+                self._source = ring.Source(self._control, region, self._arena.allocate(ring.RING_BYTES))
+            source, block = self._source, region.bytes(*place)
+        send(source.reference(place), True)
+        try:
+            source.pour(tensor, block, devices)
+        except BaseException as error:
+            self._engine.lose(WorkerLost(f"interrupted while a value was being sent: {error!r}"))
+            raise
 
-    def block(self, nbytes: int) -> Place:
+    def _block(self, nbytes: int) -> Place:
         """Space for a PUT. Waits while a GiB of earlier ones is still to be read."""
         while True:
             with self._lock:
@@ -121,7 +161,7 @@ class Staging:
                     self._unsent.add(offset)
                     return [offset, nbytes]
                 target = self._sent[0][0]
-            self._wait(target)
+            self._engine.wait_until_run(target)
 
     def landing(self, nbytes: int) -> Place:
         """Space that workers may write to."""
@@ -187,7 +227,7 @@ class Staging:
         with self._lock:
             self._closed = True
             self._reclaim()
-            del self._done, self._wait  # the engine's
+            del self._engine, self._control
             self._source = None
             kept = [(offset, size_of(lent.place[1])) for offset, lent in self._lent.items() if not lent.owned]
             if kept:
@@ -202,7 +242,7 @@ class Staging:
             self._take_back(self._lent.pop(self._dead.popleft()))
         if self._closed or not self._sent:
             return
-        done = self._done()
+        done = self._engine.done()
         while self._sent and self._sent[0][0] <= done:
             _, offset, nbytes = self._sent.popleft()
             self._arena.free(offset)
