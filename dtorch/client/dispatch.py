@@ -247,9 +247,14 @@ def one_by_one(info: CallInfo, args: Any, kwargs: dict[str, Any]) -> list[Any] |
 
 
 def execute_simple(
-    info: CallInfo, plan: Plan, tensors: Sequence[Tensor], numbers: Sequence[Any], controller: Controller
+    info: CallInfo,
+    plan: Plan,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
+    controller: Controller,
+    caller: int = CALLER,
 ) -> Tensor:
-    """`execute` for the common kind of op: one fresh result, nothing written."""
+    """`execute` for the common kind of op: one fresh result, nothing written. ``caller``: frames, as `CALLER`."""
     if plan.nbytes > LARGE_BYTES and FREED:
         with controller.lock:
             controller.drain()
@@ -269,7 +274,7 @@ def execute_simple(
             command += numbers
         if plan.operands:
             command += plan.operands
-        controller.issue(command, info.name, CALLER)
+        controller.issue(command, info.name, caller)
     spec = plan.outputs[0]
     result = make_wrapper(*(spec.handle or describe_handle(spec)))
     result._spec = spec
@@ -281,7 +286,12 @@ def execute_simple(
 
 
 def execute_inplace(
-    info: CallInfo, plan: Plan, tensors: Sequence[Tensor], numbers: Sequence[Any], controller: Controller
+    info: CallInfo,
+    plan: Plan,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
+    controller: Controller,
+    caller: int = CALLER,
 ) -> Tensor:
     """`execute` for the common kind of in-place op: one tensor, which is no copy, is written where it is, and returned."""
     target = tensors[plan.writes[0]]
@@ -300,7 +310,7 @@ def execute_inplace(
         if plan.operands:
             command += plan.operands
         target._value.root.generation += 1  # before: a Ctrl-C after the write must not leave its aliases as they were
-        controller.issue(command, info.name, CALLER)
+        controller.issue(command, info.name, caller)
     if not controller.sequence & LOOK or controller.sync:
         controller.ran(0)
     return target

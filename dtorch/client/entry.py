@@ -11,7 +11,7 @@ from .. import hints
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor import Tensor
-from . import composites, dispatch, host, rebinding, refused, torch_internals, values_out
+from . import composites, dispatch, host, operators, rebinding, refused, torch_internals, values_out
 from . import redistribute as _redistribute
 
 torch_internals.register_device(host.make, host.factory, lambda seed: None)
@@ -19,6 +19,7 @@ torch_internals.support_foreach(Tensor)
 torch_internals.expect_no_rules(Tensor)
 torch_internals.refuse_wrappers(Tensor, DeviceMesh)
 refused.install(Tensor)
+operators.install(Tensor)
 torch_internals.read_lists_of(values_out.plain_data)
 torch_internals.set_data_by(Tensor, rebinding.become)
 composites.register()

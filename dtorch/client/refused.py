@@ -6,12 +6,10 @@ wrongly (``storage_offset`` of a view).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from .. import hints
 from . import torch_internals
 
 NEEDS_MEMORY = {
@@ -30,6 +28,9 @@ SPMD = {
     "from_local": "dtorch.from_torch(whole, mesh, placements) places a whole tensor",
 }
 
+#: What others call it → our name.
+OTHER_NAMES = {"mesh": "device_mesh", "placement": "placements", "shards": "local_shards"}
+
 TRACING = (
     "torch.compile, torch.export and torch.func.linearize cannot trace dtorch tensors: dtorch.compile runs a function or module with one "
     "command to the workers; or call it as it is (Python runs ahead of the workers; torch.func.jvp for linearize), or give it plain tensors"
@@ -42,11 +43,10 @@ def install(cls: type[torch.Tensor]) -> None:
         setattr(cls, name, _refusal(name, advice))
     cls.storage_offset = _storage_offset  # type: ignore[method-assign, assignment]
     for name, advice in SPMD.items():
-        setattr(cls, name, _Absent(name, advice))
-    ours = tuple(
-        [name for name in vars(cls) if not name.startswith("_") and name not in NEEDS_MEMORY and name not in SPMD]
-    )
-    cls.__getattr__ = _says_what_is_near(ours)  # type: ignore[attr-defined]
+        setattr(cls, name, _Absent(f"a dtorch tensor has no {name!r}: one program runs all devices; {advice}"))
+    for name, meant in OTHER_NAMES.items():
+        setattr(cls, name, _Absent(f"{cls.__name__!r} object has no attribute {name!r}; did you mean {meant!r}?"))
+    cls.__dir__ = _public_names  # type: ignore[method-assign, assignment]
     cls.__tensor_flatten__ = property(_refuse_tracing)  # type: ignore[attr-defined]
     torch_internals.refuse_dlpack(cls)
 
@@ -54,29 +54,19 @@ def install(cls: type[torch.Tensor]) -> None:
 class _Absent:
     """An attribute that is not there, with a word of why."""
 
-    def __init__(self, name: str, advice: str) -> None:
-        self._text = f"a dtorch tensor has no {name!r}: one program runs all devices; {advice}"
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         raise AttributeError(self._text)
 
 
-def _says_what_is_near(ours: tuple[str, ...]) -> Any:
-    """A ``__getattr__``, which is asked for what is not there. (Python's own hint leaves out classes with so many names.)"""
+def _public_names(self: torch.Tensor) -> list[str]:
+    """For ``dir``: without private names there are few enough for Python to say what was meant by a misspelt one (750).
 
-    @functools.lru_cache(256)
-    def hint_for(name: str) -> str:
-        return "" if name.startswith("_") else hints.near(name, ours)
-
-    def missing(self: Any, name: str) -> Any:
-        try:
-            return object.__getattribute__(self, name)
-        except AttributeError as error:
-            if hint_for(name) and not any(name in vars(kind) for kind in type(self).__mro__):
-                raise AttributeError(f"{error}{hint_for(name)}") from None
-            raise
-
-    return missing
+    A ``__getattr__`` that said so would cost each op 3 %: torch looks for attributes of a subclass again and again.
+    """
+    return [name for name in torch.Tensor.__dir__(self) if not name.startswith("_") or name.startswith("__")]
 
 
 def _refusal(name: str, advice: str) -> Any:

@@ -500,6 +500,32 @@ def is_in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_autocast = torch._C._is_any_autocast_enabled
+_has_profiler = torch._C._autograd._profiler_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+
+#: A function mode is told of every attribute that is looked at, too.
+has_function_mode = torch._C._is_torch_function_mode_enabled
+
+#: What autograd notes of an in-place op on each tensor of a list.
+increment_version = torch._C._increment_version
+
+
+def is_at_work() -> bool:
+    """Whether anything stands before a handle that needs no gradient: a mode, autocast, a profiler, ``torch.func``, a trace."""
+    return bool(
+        _dispatch_modes()
+        or has_function_mode()
+        or _has_autocast()
+        or _has_profiler()
+        or forward_ad._current_level >= 0
+        or _transform() is not None
+        or _trace() is not None
+    )
+
+
 def is_intercepted(expected: bool) -> bool:
     """Whether ``torch.func``, a mode (beside a function mode that is ``expected``) or hooks of saved tensors stand before us."""
     return (

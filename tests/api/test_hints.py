@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,11 +103,15 @@ def test_torch_compile_of_our_tensors() -> None:
         torch.compile(lambda x: x + 1, backend="eager")(dtorch.ones(2, device_mesh=DeviceMesh("cpu", [0, 1])))
 
 
-def test_an_attribute() -> None:
+def test_an_attribute(capsys: pytest.CaptureFixture[str]) -> None:
     x = dtorch.ones(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
     for given, meant in {"placement": "placements", "mesh": "device_mesh", "shards": "local_shards"}.items():
         with pytest.raises(AttributeError, match=f"no attribute '{given}'; did you mean '{meant}'"):
             getattr(x, given)
+    with pytest.raises(AttributeError, match=r"has no attribute 'redistibute'$") as raised:
+        _ = x.redistibute
+    sys.__excepthook__(raised.type, raised.value, None)
+    assert "Did you mean: 'redistribute'?" in capsys.readouterr().err
     with pytest.raises(AttributeError, match=r"has no attribute 'colour'$"):
         _ = x.colour
     with pytest.raises(AttributeError, match="one program runs all devices"):
