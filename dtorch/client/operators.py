@@ -142,9 +142,9 @@ def _in_place(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
             plan, tensors, numbers = PLANS.get(key_of(info, (self, other), {}, [], [])), (self,), (other,)
         else:
             return base(self, other)
-        if plan is not None and plan.is_inplace and self._value.copy is None and not is_inference_mode_enabled():
+        if plan is not None and plan.is_inplace and not is_inference_mode_enabled():
             controller = _way(self)
-            if controller is not None and not self.is_inference():
+            if controller is not None and self._value.copy is None and not self.is_inference():
                 increment_version([self])
                 return execute_inplace(info, plan, tensors, numbers, controller, _CALLER)
         return base(self, other)

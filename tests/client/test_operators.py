@@ -320,7 +320,9 @@ def test_uncommitted() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda x, y: x + y, lambda x, y: x.add(y), lambda x, y: x.add_(y), lambda x, y: 2 * x], ids=str
+    "call",
+    [lambda x, y: x + y, lambda x, y: x.add(y), lambda x, y: x.add_(y), lambda x, y: 2 * x],
+    ids=["+", "add", "add_", "2 *"],
 )
 def test_an_op_is_known_by_the_users_line(call: Callable[[Any, Any], Any]) -> None:
     x, y = place(X, "first"), place(Y, "first")
@@ -329,7 +331,6 @@ def test_an_op_is_known_by_the_users_line(call: Callable[[Any, Any], Any]) -> No
     with dtorch.record() as recorded:
         call(x, y)
     assert [one.line.partition(":")[0] for one in recorded.ops] == [__file__]
-    assert {one.line for one in recorded.ops} == {one.line for one in recorded.ops if "call" in one.line}
 
 
 def test_the_line_of_what_fails() -> None:

@@ -357,5 +357,45 @@ def test_rules_for_our_class_are_found_once_there_is_one(monkeypatch: pytest.Mon
 
     five_times.register_torch_dispatch(dtorch.Tensor, lambda mode, func, types, args, kwargs: args[0] * 2)
     assert torch.equal(five_times(x).to_torch(), found.to_torch())
-    assert torch.equal((x + x).to_torch(), found.to_torch())
+    assert torch.equal(torch.add(x, x).to_torch(), found.to_torch())
     assert "aten::add.Tensor" in looked
+
+
+def test_what_is_at_work() -> None:
+    """Each of what `is_at_work` asks for is told of while it stands before a handle, and only then."""
+    x = placed()
+
+    def at_work_in(context: object) -> bool:
+        with context:  # type: ignore[attr-defined]
+            return torch_internals.is_at_work()
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        pass
+
+    class Ops(TorchDispatchMode):
+        pass
+
+    assert not torch_internals.is_at_work()
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        assert not at_work_in(context)
+    for context in (
+        Functions(), Ops(), torch.autocast("cpu", torch.bfloat16), torch.device("cpu"), torch.autograd.forward_ad.dual_level(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    ):  # fmt: skip
+        assert at_work_in(context), context
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_internals.is_at_work())
+        return x * 2
+
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, torch.ones(2))
+    assert all(seen)
+    assert not torch_internals.is_at_work()
+
+
+def test_increment_version_is_what_autograd_counts() -> None:
+    x = placed()
+    torch_internals.increment_version([x])
+    assert x._version == 1

@@ -100,9 +100,11 @@ def test_inside_a_collective(x: dtorch.Tensor) -> None:
 
 def test_while_large_tensors_are_on_their_way_back(x: dtorch.Tensor) -> None:
     big = dtorch.ones(1 << 24, device_mesh=x.device_mesh, placements=SHARD)
+    pid = pids()[0]
+    big.to_torch_async().get()
+    os.kill(pid, signal.SIGSTOP)
     futures = [big.to_torch_async() for _ in range(8)]
-    futures[0].get()
-    killed = kill(pids()[0])
+    killed = kill(pid)
     until(lambda: not dtorch.is_initialized(), SOON)
     lost_soon(killed, futures[-1].get, big.to_torch)
 
