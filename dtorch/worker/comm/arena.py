@@ -268,7 +268,7 @@ class Arena:
         blocks.insert(0, offset)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _calls() -> _Calls:
     return _Calls()
 
