@@ -4,8 +4,8 @@ All by the processor time of the thread that calls: two workers and a client sha
 process group, its own Python and C++ cost with nothing communicated. ``x + y`` is timed by the clock too. Tensors are (4, 4), sharded on
 dim 0. Workers catch up between rounds, outside the time.
 
-The parts of ``x + y`` are what docs/performance.md names; each is timed on its own, in a loop that finds everything in the cache, so that
-they add up to less than the whole.
+The parts of ``x + y``, and of ``torch.add(x, y)``, which goes through torch, are what docs/performance.md names; each is timed on its own, in a
+loop that finds everything in the cache, so that they add up to less than the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import dtorch
-from dtorch.client import dispatch, planning, runtime, torch_internals
+from dtorch.client import dispatch, operators, planning, runtime, torch_internals
 from dtorch.client.handles import wrap
 from dtorch.client.values import FREED, new_value
 from dtorch.engine import protocol
@@ -60,7 +60,9 @@ def _ops(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> dict[str, Callabl
     written = x.detach().clone()
     return {
         "x + y": lambda: x + y,
-        "x @ w": lambda: torch.mm(x, w),
+        "x @ w": lambda: x @ w,
+        "torch.add(x, y)": lambda: torch.add(x, y),
+        "torch.mm(x, w)": lambda: torch.mm(x, w),
         "x.view(4, 2, 2)": lambda: x.view(4, 2, 2),
         "x.add_(y)": lambda: written.add_(y),
         "native_layer_norm, of three outputs": lambda: torch.native_layer_norm(x, (4,), None, None, 1e-5),
@@ -112,7 +114,11 @@ def _parts(x: Any, y: Any, channel: ClientChannel) -> list[Row]:
         FREED.clear()
 
     parts = {
-        "torch, to __torch_dispatch__ and back": (lambda: bare + bare, 1),
+        "torch, to __torch_dispatch__ and back; of torch.add(x, y) only": (lambda: torch.add(bare, bare), 1),
+        "way: that torch has nothing to do; of x + y only": (
+            lambda: operators.needs_gradient(x, y) or operators.way(x),
+            1,
+        ),
         "key: of the op and the specs": (lambda: planning.key_of(info, (x, y), {}, [], []), 1),
         "plan: looked up": (lambda: planning.PLANS.get(key), 1),
         "inputs: of this cluster, and no stale copy (generation)": (inputs, 1),
