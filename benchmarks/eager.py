@@ -4,8 +4,8 @@ All by the processor time of the thread that calls: two workers and a client sha
 process group, its own Python and C++ cost with nothing communicated. ``x + y`` is timed by the clock too. Tensors are (4, 4), sharded on
 dim 0. Workers catch up between rounds, outside the time.
 
-The parts of ``x + y``, and of ``torch.add(x, y)``, which goes through torch, are what docs/performance.md names; each is timed on its own, in a
-loop that finds everything in the cache, so that they add up to less than the whole.
+The parts of ``x + y``, and of ``torch.add(x, y)``, which goes through torch, are what docs/performance.md names; each is timed on its own,
+in a loop that finds everything in the cache, so that they add up to less than the whole.
 """
 
 from __future__ import annotations
