@@ -11,8 +11,8 @@ import torch
 from ..client import aliasing, handles, lines, rebinding, runtime, torch_internals
 from ..client.controller import AHEAD, Controller
 from ..client.handles import wrap, wrap_view
-from ..client.interrupts import critical
 from ..client.values import Value, next_value_id
+from ..interrupts import critical
 from ..program.compose import Segment
 from ..program.text import lines_of
 from ..sharding.spec import Spec

@@ -12,10 +12,10 @@ import torch
 
 from ..client import fresh, host, inserted, redistribute, runtime
 from ..client.handles import wrap
-from ..client.interrupts import critical
 from ..client.leaves import Leaf
 from ..client.random_ops import draw_key
 from ..client.values import Value, new_value
+from ..interrupts import critical
 from ..placement import settled
 from ..program.compose import Segment, compose
 from ..sharding.spec import Spec

@@ -14,8 +14,8 @@ import torch
 
 from ..client import aliasing, handles, runtime, torch_internals
 from ..client.handles import wrap, wrap_view
-from ..client.interrupts import critical
 from ..client.values import Value, new_value, next_value_id
+from ..interrupts import critical
 from .plain import Mismatch
 
 #: In this package, so that no user's line is in it.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..engine import protocol
+from ..interrupts import critical
 from ..program.ir import Local, Operand, Slot
 from ..sharding import expanded
 from ..sharding.builder import Builder
@@ -19,7 +20,6 @@ from ..sharding.strategy import TensorArg
 from ..tensor import Tensor
 from . import inserted
 from .controller import Controller
-from .interrupts import critical
 from .values import OLDEST, Copy, Root, Value, next_value_id
 
 aten = torch.ops.aten

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from .. import interrupts
 from ..config import Config
 from ..engine import protocol
 from ..engine.interface import Engine
@@ -30,7 +31,7 @@ from ..placement import encode
 from ..program.ir import Program
 from ..raw import dtype_called, dtype_name, from_bytes, to_bytes
 from ..sharding.spec import Spec, intern_mesh, mesh_id
-from . import interrupts, lines, watch
+from . import lines, watch
 from .failures import Failures
 from .idle import IdleTimer, seconds
 from .replies import Collect, Gather, Waiting

@@ -13,6 +13,7 @@ import torch
 from torch import get_default_dtype
 
 from ..errors import DTorchError, MeshMismatch
+from ..interrupts import critical
 from ..sharding import shapes
 from ..sharding.plan import Choice, Plan, plan_gathered, returns
 from ..sharding.schema import OpInfo
@@ -23,7 +24,6 @@ from .aliasing import root_of
 from .controller import AHEAD_BYTES, LARGE_BYTES, LOOK, Controller
 from .handles import describe as describe_handle
 from .handles import wrap, wrap_view
-from .interrupts import critical
 from .planning import PLANS, forget_plans, key_of, make_plan, with_metas, with_tensors, written_plan
 from .torch_internals import make_wrapper
 from .values import FREED, Taken, new_value, next_value_id

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..interrupts import critical
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import aliasing
 from .controller import Controller
-from .interrupts import critical
 from .values import Value, new_value
 
 

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
-from .interrupts import critical
+from ..interrupts import critical
 
 #: Ids of values whose last handle died. Appended by finalizers in any thread; the controller drains it.
 FREED: deque[int] = deque()

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from .. import memory_pool
-from ..client.interrupts import critical
 from ..errors import DTorchError, WorkerLost
+from ..interrupts import critical
 from ..raw import copy
 from ..worker.comm import ring
 from ..worker.comm.arena import CLIENT, KEPT_BYTES, Arena, Region, size_of

@@ -180,9 +180,8 @@ def test_a_write_voids_the_copy_that_views_have_in_common(through_view: bool) ->
 
 def test_a_view_has_a_copy_when_its_base_is_gone() -> None:
     """Autograd saves views: the copy made for one lives as long as it does, and one made later is its own."""
-    early, late = placed(Shard(1)).t(), placed(Shard(1)).t()
     x = placed(Shard(1))
-    early = x.t()
+    early, late = x.t(), placed(Shard(1)).t()
     early.softmax(0)
     del x
     with dtorch.record() as r:

@@ -23,7 +23,7 @@ RETRY = 0.002
 
 _critical: set[CodeType] = set()
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def critical(function: Function) -> Function:
