@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..client import fresh, host, inserted, redistribute, runtime
 from ..client.handles import wrap
-from ..client.leaves import Leaf
 from ..client.random_ops import draw_key
 from ..client.values import Value, new_value
 from ..interrupts import critical
@@ -21,6 +19,7 @@ from ..program.compose import Segment, compose
 from ..sharding.spec import Spec
 from ..tensor import Tensor
 from . import passes
+from .graphs import depend, reached, without_hooks
 from .recorder import Recorder
 
 #: How many of the results, from the first on, have a backward for each alone.
@@ -263,12 +262,12 @@ def differentiate(
     outputs = [i for i, h in enumerate(handles) if h.requires_grad and h.grad_fn is not None]
     inputs = [i for i in sorted(read) if outer[i].requires_grad]
     targets = [outer[i] for i in inputs]
-    if _depend(targets):
+    if depend(targets):
         forward.refuse(
             "it reads a tensor that gets gradients and another that was computed from it outside: compute that one inside, or detach it"
         )
         return outputs, inputs, [], [set() for _ in outputs]
-    reach = _reach([handles[i] for i in outputs], targets)
+    reach = reached([handles[i] for i in outputs], targets)
     ways = [tuple(range(len(outputs)))]
     scalars = tuple(i for i, output in enumerate(outputs) if handles[output].ndim == 0)
     if scalars and len(scalars) < len(outputs):
@@ -279,7 +278,7 @@ def differentiate(
         specs = [_gradient_spec(handles[outputs[i]]._spec) for i in way]
         given = [fresh.filled(spec, 1) for spec in specs]
         recorder = Recorder(forward.backend, forward)
-        with _without_hooks(targets), recorder:
+        with without_hooks(targets), recorder:
             grads = list(
                 torch.autograd.grad(
                     [handles[outputs[i]] for i in way], targets, given, retain_graph=True, allow_unused=True
@@ -356,55 +355,3 @@ def backward_of(recorded: Any, name: str, position: dict[int, int], forward: Rec
 
 def _gradient_spec(spec: Spec) -> Spec:
     return Spec.of(spec.mesh, settled(spec.placements), spec.shape, None, spec.dtype)
-
-
-def _depend(tensors: list[Any]) -> bool:
-    """Whether one of the tensors was computed from another: its gradient would be in that one's already, and be added to it once more."""
-    nodes = {torch.autograd.graph.get_gradient_edge(one).node for one in tensors}
-    pending = [following for node in nodes for following, _ in node.next_functions]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if node in nodes:
-            return True
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-    return False
-
-
-def _reach(outputs: list[Any], inputs: list[Any]) -> list[set[int]]:
-    """For each output, the inputs that its graph leads to."""
-    ends: dict[Any, set[int]] = {}
-    for at, one in enumerate(inputs):
-        ends.setdefault(torch.autograd.graph.get_gradient_edge(one).node, set()).add(at)
-    found = []
-    for output in outputs:
-        seen, pending, reached = set(), [output.grad_fn], set()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            reached |= ends.get(node, set())
-            pending += [following for following, _ in node.next_functions]
-        found.append(reached)
-    return found
-
-
-@contextmanager
-def _without_hooks(tensors: list[Any]) -> Iterator[None]:
-    """Without the user's hooks on gradients, which torch calls when it gets them from our node."""
-    removed = []
-    for tensor in tensors:
-        hooks = tensor._backward_hooks
-        for number, hook in list((hooks or {}).items()):
-            if not isinstance(hook, Leaf):
-                removed.append((hooks, number, hook))
-                del hooks[number]
-    try:
-        yield
-    finally:
-        for hooks, number, hook in removed:
-            hooks[number] = hook

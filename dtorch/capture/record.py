@@ -192,6 +192,9 @@ class Recording:
             self.recorder.refuse("it makes a leaf that requires gradients")
         if not any(handle.grad_fn is not None for handle in self.handles):
             return None, []
+        if any(handle.retains_grad for handle in self.handles):
+            self.recorder.refuse("it calls retain_grad on a tensor that outlives it")
+            return None, []  # no backward is tried, which would add to what that tensor keeps
         used = {value for command in self.recorder.commands for value in command.inputs}
         read = {i for i, value in enumerate(self.outer.values) if value.id in used}
         try:

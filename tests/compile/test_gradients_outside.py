@@ -130,9 +130,34 @@ def written_view(place: Place, wrap: Any) -> Iterator[Any]:
         yield x.grad
 
 
+def retained(place: Place, wrap: Any) -> Iterator[Any]:
+    """Gradients that `retain_grad` keeps, of what a call is given, returns, and makes."""
+
+    def made(x: Any) -> Any:
+        h = x * 2
+        h.retain_grad()
+        return h, h.square().sum()
+
+    x = place(W).requires_grad_()
+    of_given, of_made = wrap(lambda h: h.square()), wrap(made)
+    for i in range(3):
+        given = (x * (i + 1)).t()
+        given.retain_grad()
+        for _ in range(2):
+            returned = of_given(given)
+            returned.retain_grad()
+            returned.sum().backward(retain_graph=True)
+            yield given.grad
+            yield returned.grad
+        h, total = of_made(x)
+        total.backward()
+        yield h.grad
+        yield x.grad
+
+
 CASES = [
     leaf_argument, argument_with_a_graph, replaced_parameter, of_one_another, of_one_another_at_last, of_a_parameter, of_one_tensor,
-    undefined_gradient, a_gradient_that_was_absent, former_gradient, written_view,
+    undefined_gradient, a_gradient_that_was_absent, former_gradient, written_view, retained,
 ]  # fmt: skip
 
 
