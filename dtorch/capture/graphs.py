@@ -15,17 +15,7 @@ from ..client.torch_internals import set_grad
 def depend(tensors: list[Any]) -> bool:
     """Whether one of the tensors was computed from another: its gradient would be in that one's already, and be added to it once more."""
     nodes = {torch.autograd.graph.get_gradient_edge(one).node for one in tensors}
-    pending = [following for node in nodes for following, _ in node.next_functions]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if node in nodes:
-            return True
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-    return False
+    return any(node in nodes for node in _from([following for node in nodes for following, _ in node.next_functions]))
 
 
 def reached(outputs: list[Any], inputs: list[Any]) -> list[set[int]]:
@@ -33,24 +23,23 @@ def reached(outputs: list[Any], inputs: list[Any]) -> list[set[int]]:
     ends: dict[Any, set[int]] = {}
     for at, one in enumerate(inputs):
         ends.setdefault(torch.autograd.graph.get_gradient_edge(one).node, set()).add(at)
-    found = []
-    for output in outputs:
-        seen, pending, inside = set(), [output.grad_fn], set()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
+    return [set().union(*[ends[node] for node in _from([output.grad_fn]) if node in ends]) for output in outputs]
+
+
+def _from(nodes: list[Any]) -> Iterator[Any]:
+    """These nodes and all that they lead to, each once."""
+    pending, seen = list(nodes), {None}
+    while pending:
+        node = pending.pop()
+        if node not in seen:
             seen.add(node)
-            inside |= ends.get(node, set())
+            yield node
             pending += [following for following, _ in node.next_functions]
-        found.append(inside)
-    return found
 
 
 @contextmanager
 def without_hooks(tensors: list[Any]) -> Iterator[None]:
-    """Without the user's hooks on gradients, and with each ``grad`` that `retain_grad` keeps as it was: torch calls and fills them when it
-    gets gradients from our node."""
+    """Without the user's hooks on gradients, and what `retain_grad` keeps stays: torch sees to both when our node gives gradients."""
     removed = []
     retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
     for tensor, _ in retained:

@@ -62,11 +62,13 @@ class _Absent:
 
 
 def _public_names(self: torch.Tensor) -> list[str]:
-    """For ``dir``: without private names there are few enough for Python to say what was meant by a misspelt one (750).
+    """For ``dir``: what is there. Without private names there are few enough for Python to say what was meant by a misspelt one (750).
 
     A ``__getattr__`` that said so would cost each op 3 %: torch looks for attributes of a subclass again and again.
     """
-    return [name for name in torch.Tensor.__dir__(self) if not name.startswith("_") or name.startswith("__")]
+    absent = SPMD.keys() | OTHER_NAMES.keys()
+    names = torch.Tensor.__dir__(self)
+    return [name for name in names if (not name.startswith("_") or name.startswith("__")) and name not in absent]
 
 
 def _refusal(name: str, advice: str) -> Any:

@@ -127,6 +127,8 @@ class Staging:
 
     def _are_idle(self) -> bool:
         """Whether all workers have run everything sent. They reply to a command a moment before they say that they have run it."""
+        if self._closed:
+            return False
         deadline = time.perf_counter() + _IDLE_SECONDS
         while self._engine.done() < self._engine.sequence:
             if time.perf_counter() > deadline:

@@ -112,6 +112,8 @@ def test_an_attribute(capsys: pytest.CaptureFixture[str]) -> None:
         _ = x.redistibute
     sys.__excepthook__(raised.type, raised.value, None)
     assert "Did you mean: 'redistribute'?" in capsys.readouterr().err
+    assert not {"mesh", "to_local"} & set(dir(x))
+    assert {"device_mesh", "redistribute", "__add__"} <= set(dir(x))
     with pytest.raises(AttributeError, match=r"has no attribute 'colour'$"):
         _ = x.colour
     with pytest.raises(AttributeError, match="one program runs all devices"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -60,6 +61,27 @@ def in_child(test: object) -> bool:
         finally:
             os._exit(2)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def child_that_looks_later(test: Callable[[], bool]) -> Iterator[None]:
+    """A forked child, for which ``test()`` is true at the end of the block."""
+    go, gone = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.read(go, 1)
+            os._exit(0 if test() else 1)
+        finally:
+            os._exit(2)
+    try:
+        yield
+    finally:
+        os.write(gone, b"!")
+        status = os.waitpid(pid, 0)[1]
+        os.close(go)
+        os.close(gone)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.int64], ids=str)
@@ -201,26 +223,18 @@ def test_what_the_parent_does_later_is_nothing_to_a_child(mesh) -> None:
     plain = torch.rand(SHAPE)
     x = placed(plain, mesh)
     y = x + 1
-    result, other = read(x), read(x)
-    place = result.data_ptr()
+    results, other = [read(x)], read(x)
+    place = results[0].data_ptr()
     assert staging()._lent
-    go, gone = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(go, 1)
-        os._exit(0 if torch.equal(result, plain) and torch.equal(other, plain) else 1)
-    other.zero_()
-    del result
-    for _ in range(2):
-        found = [read(y) for _ in range(4)]
-        assert all(torch.equal(one, plain + 1) for one in found)
-        places = [one.data_ptr() for one in found]
-        found.clear()
-    assert place in places  # the block, too, is used again
-    os.write(gone, b"!")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    os.close(go)
-    os.close(gone)
+    with child_that_looks_later(lambda: torch.equal(results[0], plain) and torch.equal(other, plain)):
+        other.zero_()
+        results.clear()
+        for _ in range(2):
+            found = [read(y) for _ in range(4)]
+            assert all(torch.equal(one, plain + 1) for one in found)
+            places = [one.data_ptr() for one in found]
+            found.clear()
+        assert place in places  # the block, too, is used again
 
 
 def test_a_childs_dead_results_are_not_its_parents(mesh) -> None:
@@ -275,22 +289,14 @@ def test_a_kernel_that_cannot_make_pages_private(mesh, monkeypatch) -> None:
     monkeypatch.setattr("dtorch.worker.comm.arena._MADV_POPULATE_WRITE", -1)
     plain = torch.rand(SHAPE)
     x = placed(plain, mesh)
-    result = read(x)
-    place = result.data_ptr()
-    assert in_child(lambda result=result: not result.zero_().any())
-    assert torch.equal(result, plain)
-    go, gone = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(go, 1)
-        os._exit(0 if torch.equal(result, plain) else 1)
-    del result
-    found = [read(x + 1) for _ in range(5)]
-    assert place not in [one.data_ptr() for one in found]
-    os.write(gone, b"!")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    os.close(go)
-    os.close(gone)
+    results = [read(x)]
+    place = results[0].data_ptr()
+    assert in_child(lambda: not results[0].zero_().any())
+    assert torch.equal(results[0], plain)
+    with child_that_looks_later(lambda: torch.equal(results[0], plain)):
+        results.clear()
+        found = [read(x + 1) for _ in range(5)]
+        assert place not in [one.data_ptr() for one in found]
 
 
 def test_reads_go_on_after_one_that_failed(mesh) -> None:
