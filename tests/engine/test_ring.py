@@ -40,6 +40,15 @@ def has_spilt() -> bool:
     return runtime.controller().engine._control.words[REST] != NEVER
 
 
+def stop(device: int) -> int:
+    """Stop a worker that has said that it has run everything, which it does a moment after its last reply."""
+    engine = runtime.controller().engine
+    dtorch.synchronize()
+    assert engine._staging._are_idle()
+    os.kill(engine.pids[device], signal.SIGSTOP)
+    return engine.pids[device]
+
+
 def put(plain: torch.Tensor, mesh: dtorch.DeviceMesh, placements: Any = SHARD) -> dtorch.Tensor:
     """``plain`` on the mesh, by the ring: nothing else is under way."""
     dtorch.ones(1, device_mesh=mesh).sum().item()
@@ -106,9 +115,7 @@ def test_the_plain_tensor_may_be_written_to_at_once(mesh) -> None:
 def test_the_client_does_not_wait_for_a_stopped_worker(mesh, monkeypatch) -> None:
     plain = torch.rand(8 << 20)
     put(plain, mesh).to_torch()
-    dtorch.synchronize()
-    pid = runtime.controller().engine.pids[0]
-    os.kill(pid, signal.SIGSTOP)
+    pid = stop(0)
     try:
         before = shown()
         x = dtorch.distribute_tensor(plain + 1, mesh, SHARD)
@@ -126,9 +133,7 @@ def test_the_client_does_not_wait_for_a_stopped_worker(mesh, monkeypatch) -> Non
 def test_a_worker_that_dies_meanwhile(mesh) -> None:
     plain = torch.rand(8 << 20)
     put(plain, mesh)
-    dtorch.synchronize()
-    pid = runtime.controller().engine.pids[1]
-    os.kill(pid, signal.SIGSTOP)
+    pid = stop(1)
     x = dtorch.distribute_tensor(plain, mesh, SHARD)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(dtorch.errors.WorkerLost):
