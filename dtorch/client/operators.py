@@ -92,9 +92,9 @@ def _set(cls: type[torch.Tensor], name: str, count: int, run: Callable[..., Any]
 
 def _unary(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
     def run(self: Any) -> Any:
-        if not (is_grad_enabled() and needs_gradient(self, self)):
+        if type(self) is Tensor and not (is_grad_enabled() and needs_gradient(self, self)):
             plan = PLANS.get((info, self._spec))
-            if plan is not None and plan.is_simple and (controller := way(self)) is not None:
+            if plan is not None and plan.is_simple and (controller := way()) is not None:
                 return execute_simple(info, plan, (self,), (), controller, _CALLER)
         return base(self)
 
@@ -104,15 +104,15 @@ def _unary(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
 def _binary(base: Callable[..., Any], info: CallInfo, of_number: CallInfo | None) -> Callable[..., Any]:
     def run(self: Any, other: Any) -> Any:
         kind = type(other)
-        if is_grad_enabled() and needs_gradient(self, other if kind is Tensor else self):
+        if type(self) is not Tensor or (is_grad_enabled() and needs_gradient(self, other if kind is Tensor else self)):
             return base(self, other)
         if kind is Tensor:
             plan = PLANS.get((info, self._spec, other._spec))
-            if plan is not None and plan.is_simple and (controller := way(self)) is not None:
+            if plan is not None and plan.is_simple and (controller := way()) is not None:
                 return execute_simple(info, plan, (self, other), (), controller, _CALLER)
         elif of_number is not None and (kind is float or (kind is int and other in _SMALL)):
             plan = PLANS.get(key_of(of_number, (self, other), {}, [], []))
-            if plan is not None and plan.is_simple and (controller := way(self)) is not None:
+            if plan is not None and plan.is_simple and (controller := way()) is not None:
                 return execute_simple(of_number, plan, (self,), (other,), controller, _CALLER)
         return base(self, other)
 
@@ -130,7 +130,7 @@ def _reflected(run: Callable[..., Any]) -> Callable[..., Any]:
 def _in_place(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
     def run(self: Any, other: Any) -> Any:
         kind = type(other)
-        if is_grad_enabled() and needs_gradient(self, other if kind is Tensor else self):
+        if type(self) is not Tensor or (is_grad_enabled() and needs_gradient(self, other if kind is Tensor else self)):
             return base(self, other)
         if kind is Tensor:
             plan, tensors, numbers = PLANS.get((info, self._spec, other._spec)), (self, other), ()
@@ -139,7 +139,7 @@ def _in_place(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
         else:
             return base(self, other)
         if plan is not None and plan.is_inplace and not is_inference_mode_enabled():
-            controller = way(self)
+            controller = way()
             if controller is not None and self._value.copy is None and not self.is_inference():
                 increment_version([self])
                 return execute_inplace(info, plan, tensors, numbers, controller, _CALLER)
@@ -153,10 +153,10 @@ def needs_gradient(x: Tensor, y: Tensor) -> bool:
     return has_function_mode() or x.requires_grad or (y is not x and y.requires_grad)
 
 
-def way(x: Tensor) -> Controller | None:
-    """Who may be told at once to run an op on ``x``; None if torch, or someone else, has something to do before."""
+def way() -> Controller | None:
+    """Who may be told at once to run an op; None if torch, or someone else, has something to do before."""
     controller = runtime._controller
-    if controller is None or type(x) is not Tensor or is_at_work():
+    if controller is None or is_at_work():
         return None
     if inserted.mode != "allow" or get_default_dtype() is not controller.default_dtype:
         return None

@@ -282,6 +282,23 @@ def test_plain_tensors_and_other_classes() -> None:
     same(program, "first", X, Y)
 
 
+@pytest.mark.parametrize(
+    "name", ["__add__", "__matmul__", "__itruediv__", "__neg__", "add", "mm", "pow", "mul_", "exp", "abs"]
+)
+def test_methods_of_the_class(name: str) -> None:
+    """As in ``map(dtorch.Tensor.exp, ...)``: of a plain tensor they are torch's, and of what is no tensor an error."""
+    ours, torchs = getattr(Tensor, name), getattr(torch.Tensor, name)
+    others = () if name in ("__neg__", "exp", "abs") else (Y.t() if name in ("__matmul__", "mm") else Y,)
+    x, placed = place(X, "first"), [place(other, "first") for other in others]
+    for _ in range(3):
+        compare(ours(x.clone(), *placed).to_torch(), torchs(X.clone(), *others))
+        compare(ours(X.clone(), *others), torchs(X.clone(), *others))
+        if others and name not in ("__itruediv__", "mul_"):
+            compare(ours(X, *placed).to_torch(), torchs(X, *others))
+        with pytest.raises(TypeError):
+            ours(3, *others)
+
+
 def test_conjugates_and_names() -> None:
     z = torch.complex(X, Y)
 
@@ -317,10 +334,9 @@ def test_uncommitted() -> None:
 )
 def test_an_op_is_known_by_the_users_line(call: Callable[[Any, Any], Any]) -> None:
     x, y = place(X, "first"), place(Y, "first")
-    for _ in range(3):
-        call(x, y)
+    results = [call(x, y) for _ in range(3)]
     controller = runtime.controller()
-    call(x, y)
+    results.append(call(x, y))  # kept: what dies is another command, at any time
     line = controller.history.line(controller.sequence - 1)
     assert line.startswith(__file__)
     assert "lambda x, y" in line  # where the operator is, not where its function was called
