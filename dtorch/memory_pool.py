@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .interrupts import critical
+
 #: Tensors of fewer bytes are torch's own.
 SMALLEST_BYTES = 1 << 20
 #: Bytes of dead tensors' memory that a process keeps.
@@ -75,6 +77,7 @@ def _keep(size: int, memory: mmap.mmap) -> None:
 @functools.lru_cache(maxsize=64)  # sizes are powers of two
 def _lease_of(size: int) -> type[ctypes.Array]:
     class Lease(ctypes.c_ubyte * size):  # type: ignore[misc]  # before Python 3.12 no class of ours can be a buffer but so
+        @critical  # an interrupted finalizer would lose the block, and the Ctrl-C
         def __del__(self) -> None:
             self.free()
 

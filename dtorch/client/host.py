@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..interrupts import critical
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, along, boxed, is_packed, is_split
 from ..sharding.layout import stride_order
@@ -43,6 +44,7 @@ class HostHandle:
         self.root = root
         root.handles += 1
 
+    @critical  # an interrupted finalizer would leave the root a handle too many, and the Ctrl-C would be lost
     def __del__(self) -> None:
         self.root.handles -= 1
 

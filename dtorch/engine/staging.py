@@ -199,7 +199,6 @@ class Staging:
             return True
         return memory_pool.give_up(size)
 
-    @critical  # an interrupted finalizer would lose the block, and the Ctrl-C
     def _died(self, offset: int) -> None:
         # A finalizer: in any thread, even of one that holds the lock, and at any time, even after a fork, when the blocks are the parent's.
         self._dead.append(offset)

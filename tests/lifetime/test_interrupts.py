@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import threading
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import dtorch
+from dtorch import memory_pool
+from dtorch.client import host
 
 from .scripts import forever, running, succeeds
 
@@ -81,6 +84,30 @@ def test_while_ops_are_issued(mesh: dtorch.DeviceMesh) -> None:
         assert not (x - y).to_torch().abs().max() > 1
     assert dtorch.is_initialized()
     dtorch.synchronize()
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class Pressing:
+    handles = property(lambda self: 1, lambda self, count: count or press())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: memory_pool.leased(mmap.mmap(-1, 4096), 0, 4096, press),
+        lambda: host.HostHandle(torch.ones(1), Pressing()),
+    ],
+    ids=["memory", "handle"],
+)
+def test_while_something_dies(mesh: dtorch.DeviceMesh, make: Callable[[], object]) -> None:
+    """Python drops what a finalizer raises: KeyboardInterrupt comes a moment later."""
+    dtorch.ones(1, device_mesh=mesh)  # so that Ctrl-C is ours
+    made = [make()]
+    with pytest.raises(KeyboardInterrupt):
+        _ = made.clear(), time.sleep(5)
 
 
 def test_while_the_engine_starts() -> None:
