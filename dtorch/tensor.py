@@ -261,6 +261,8 @@ class Tensor(torch.Tensor):
     def to_torch(self) -> torch.Tensor:
         """The whole tensor as a plain CPU ``torch.Tensor`` of its own memory, detached: no gradient comes back. Waits for it.
 
+        As with ``torch.from_numpy``, that memory may not be able to grow (``resize_``).
+
         Raises:
             RemoteError: an op that the value depends on failed.
             WorkerLost: a worker died.
