@@ -115,10 +115,7 @@ def _parts(x: Any, y: Any, channel: ClientChannel) -> list[Row]:
 
     parts = {
         "torch, to __torch_dispatch__ and back; of torch.add(x, y) only": (lambda: torch.add(bare, bare), 1),
-        "way: that torch has nothing to do; of x + y only": (
-            lambda: operators.needs_gradient(x, y) or operators.way(x),
-            1,
-        ),
+        "way: that torch has nothing to do; of x + y only": (lambda: operators.way(x, y), 1),
         "key: of the op and the specs": (lambda: planning.key_of(info, (x, y), {}, [], []), 1),
         "plan: looked up": (lambda: planning.PLANS.get(key), 1),
         "inputs: of this cluster, and no stale copy (generation)": (inputs, 1),

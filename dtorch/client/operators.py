@@ -20,7 +20,7 @@ from . import inserted, runtime
 from .controller import Controller
 from .dispatch import CALLER, CallInfo, execute_inplace, execute_simple, info_of
 from .planning import PLANS, key_of
-from .torch_internals import has_function_mode, increment_version, is_at_work
+from .torch_internals import any_requires_grad, increment_version, is_at_work
 
 aten = torch.ops.aten
 
@@ -57,6 +57,8 @@ UNARY = {
 _SMALL = range(-(1 << 31), 1 << 31)
 #: `History.note` finds who called an operator one frame nearer than who came by way of torch.
 _CALLER = CALLER - 1
+#: Stands for an operand that was not given: torch says so.
+_MISSING: Any = object()
 
 
 def install(cls: type[torch.Tensor]) -> None:
@@ -64,57 +66,54 @@ def install(cls: type[torch.Tensor]) -> None:
     for names, (op, of_number) in BINARY.items():
         for name in names:
             base = getattr(cls, name)
-            _set(cls, name, 1, _binary(base, info_of(op), None if of_number is None else info_of(of_number)))
+            _set(cls, name, _binary(base, info_of(op), None if of_number is None else info_of(of_number)))
     for name, op in REFLECTED.items():
-        base = getattr(cls, name)
-        _set(cls, name, 1, _reflected(_binary(base, info_of(op), info_of(op))))
+        _set(cls, name, _reflected(_binary(getattr(cls, name), info_of(op), info_of(op))))
     for names, op in IN_PLACE.items():
         for name in names:
-            _set(cls, name, 1, _in_place(getattr(cls, name), info_of(op)))
+            _set(cls, name, _in_place(getattr(cls, name), info_of(op)))
     for names, op in UNARY.items():
         for name in names:
-            _set(cls, name, 0, _unary(getattr(cls, name), info_of(op)))
+            _set(cls, name, _unary(getattr(cls, name), info_of(op)))
 
 
-def _set(cls: type[torch.Tensor], name: str, count: int, run: Callable[..., Any]) -> None:
-    """Make ``run``, of so many arguments, a method; what an operator is not given goes to torch."""
-    base = getattr(cls, name)
+def _set(cls: type[torch.Tensor], name: str, run: Callable[..., Any]) -> None:
+    run.__name__, run.__qualname__, run.__doc__ = name, f"{cls.__name__}.{name}", getattr(cls, name).__doc__
+    setattr(cls, name, run)
 
-    def method(self: Any, *args: Any, **named: Any) -> Any:
-        if named or len(args) != count:
-            return base(self, *args, **named)
-        return run(self, *args)
 
-    found = run if name.startswith("__") else method
-    found.__name__, found.__qualname__, found.__doc__ = name, f"{cls.__name__}.{name}", base.__doc__
-    setattr(cls, name, found)
+def _given(other: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    return rest if other is _MISSING else (other, *rest)
 
 
 def _unary(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
-    def run(self: Any) -> Any:
-        if type(self) is Tensor and not (is_grad_enabled() and needs_gradient(self, self)):
+    def run(self: Any, *rest: Any, **named: Any) -> Any:
+        if not (rest or named) and (controller := way(self, self)) is not None:
             plan = PLANS.get((info, self._spec))
-            if plan is not None and plan.is_simple and (controller := way()) is not None:
+            if plan is not None and plan.is_simple:
                 return execute_simple(info, plan, (self,), (), controller, _CALLER)
-        return base(self)
+        return base(self, *rest, **named)
 
     return run
 
 
 def _binary(base: Callable[..., Any], info: CallInfo, of_number: CallInfo | None) -> Callable[..., Any]:
-    def run(self: Any, other: Any) -> Any:
+    def run(self: Any, other: Any = _MISSING, *rest: Any, **named: Any) -> Any:
         kind = type(other)
-        if type(self) is not Tensor or (is_grad_enabled() and needs_gradient(self, other if kind is Tensor else self)):
-            return base(self, other)
-        if kind is Tensor:
-            plan = PLANS.get((info, self._spec, other._spec))
-            if plan is not None and plan.is_simple and (controller := way()) is not None:
-                return execute_simple(info, plan, (self, other), (), controller, _CALLER)
+        if rest or named:
+            pass
+        elif kind is Tensor:
+            if (controller := way(self, other)) is not None:
+                plan = PLANS.get((info, self._spec, other._spec))
+                if plan is not None and plan.is_simple:
+                    return execute_simple(info, plan, (self, other), (), controller, _CALLER)
         elif of_number is not None and (kind is float or (kind is int and other in _SMALL)):
-            plan = PLANS.get(key_of(of_number, (self, other), {}, [], []))
-            if plan is not None and plan.is_simple and (controller := way()) is not None:
-                return execute_simple(of_number, plan, (self,), (other,), controller, _CALLER)
-        return base(self, other)
+            controller = way(self, self)
+            if controller is not None:
+                plan = PLANS.get(key_of(of_number, (self, other), {}, [], []))
+                if plan is not None and plan.is_simple:
+                    return execute_simple(of_number, plan, (self,), (other,), controller, _CALLER)
+        return base(self, *_given(other, rest), **named)
 
     return run
 
@@ -128,35 +127,34 @@ def _reflected(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_place(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
-    def run(self: Any, other: Any) -> Any:
+    def run(self: Any, other: Any = _MISSING, *rest: Any, **named: Any) -> Any:
         kind = type(other)
-        if type(self) is not Tensor or (is_grad_enabled() and needs_gradient(self, other if kind is Tensor else self)):
-            return base(self, other)
-        if kind is Tensor:
-            plan, tensors, numbers = PLANS.get((info, self._spec, other._spec)), (self, other), ()
+        plan = None
+        if rest or named:
+            pass
+        elif kind is Tensor:
+            controller = way(self, other)
+            if controller is not None:
+                plan, tensors, numbers = PLANS.get((info, self._spec, other._spec)), (self, other), ()
         elif kind is float or (kind is int and other in _SMALL):
-            plan, tensors, numbers = PLANS.get(key_of(info, (self, other), {}, [], [])), (self,), (other,)
-        else:
-            return base(self, other)
-        if plan is not None and plan.is_inplace and not is_inference_mode_enabled():
-            controller = way()
-            if controller is not None and self._value.copy is None and not self.is_inference():
-                increment_version([self])
+            controller = way(self, self)
+            if controller is not None:
+                plan, tensors, numbers = PLANS.get(key_of(info, (self, other), {}, [], [])), (self,), (other,)
+        if plan is not None and plan.is_inplace and self._value.copy is None:
+            if not (is_inference_mode_enabled() or self.is_inference()):
+                increment_version((self,))
                 return execute_inplace(info, plan, tensors, numbers, controller, _CALLER)
-        return base(self, other)
+        return base(self, *_given(other, rest), **named)
 
     return run
 
 
-def needs_gradient(x: Tensor, y: Tensor) -> bool:
-    """Whether torch may record an op on these; asked without a function mode, which would be told of it."""
-    return has_function_mode() or x.requires_grad or (y is not x and y.requires_grad)
-
-
-def way() -> Controller | None:
-    """Who may be told at once to run an op; None if torch, or someone else, has something to do before."""
+def way(x: Tensor, y: Tensor) -> Controller | None:
+    """Who may be told at once to run an op on these; None if torch, or someone else, has something to do before."""
+    if is_grad_enabled() and any_requires_grad(x, y):
+        return None
     controller = runtime._controller
-    if controller is None or is_at_work():
+    if controller is None or type(x) is not Tensor or is_at_work():
         return None
     if inserted.mode != "allow" or get_default_dtype() is not controller.default_dtype:
         return None

@@ -505,9 +505,10 @@ _has_autocast = torch._C._is_any_autocast_enabled
 _has_profiler = torch._C._autograd._profiler_enabled
 _transform = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
+_has_function_mode = torch._C._is_torch_function_mode_enabled
 
-#: A function mode is told of every attribute that is looked at, too.
-has_function_mode = torch._C._is_torch_function_mode_enabled
+#: Whether a tensor among the arguments requires a gradient; no mode is told of the question.
+any_requires_grad = torch._C._any_requires_grad
 
 #: What autograd notes of an in-place op on each tensor of a list.
 increment_version = torch._C._increment_version
@@ -517,7 +518,7 @@ def is_at_work() -> bool:
     """Whether anything stands before a handle that needs no gradient: a mode, autocast, a profiler, ``torch.func``, a trace."""
     return bool(
         _dispatch_modes()
-        or has_function_mode()
+        or _has_function_mode()
         or _has_autocast()
         or _has_profiler()
         or forward_ad._current_level >= 0

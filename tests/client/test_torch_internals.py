@@ -395,6 +395,24 @@ def test_what_is_at_work() -> None:
     assert not torch_internals.is_at_work()
 
 
+def test_any_requires_grad_is_told_to_nobody() -> None:
+    asked: list[object] = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    plain, leaf = placed(), placed().requires_grad_()
+    result = leaf * 2
+    with torch.no_grad(), Functions():
+        told = [torch_internals.any_requires_grad(*given) for given in ((plain, plain), (plain, leaf), (result, plain))]
+    assert told == [False, True, True]
+    assert not asked
+
+
 def test_increment_version_is_what_autograd_counts() -> None:
     x = placed()
     torch_internals.increment_version([x])
