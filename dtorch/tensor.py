@@ -285,7 +285,7 @@ class Tensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as a numpy array of its own memory; waits."""
-        if self.requires_grad and not force:
+        if self.requires_grad and torch.is_grad_enabled() and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return self.detach().to_torch().numpy(force=force)
 
@@ -299,14 +299,17 @@ class Tensor(torch.Tensor):
 
     def apply_(self, callable: Any) -> Tensor:  # type: ignore[override]
         """``callable`` of every element, one after the other, here: the values come and go back."""
+        _refuse_graph("apply_", self)
         return self.copy_(self.detach().to_torch().apply_(callable))
 
     def map_(self, tensor: torch.Tensor, callable: Any) -> Tensor:  # type: ignore[override]
         """``callable`` of every element and that of ``tensor``, here: the values come and go back."""
+        _refuse_graph("map_", self, tensor)
         return self.copy_(self.detach().to_torch().map_(_plain(tensor), callable))
 
     def map2_(self, x: torch.Tensor, y: torch.Tensor, callable: Any) -> Tensor:  # type: ignore[override]
         """``callable`` of every element and those of ``x`` and ``y``, here: the values come and go back."""
+        _refuse_graph("map2_", self, x, y)
         return self.copy_(self.detach().to_torch().map2_(_plain(x), _plain(y), callable))
 
     # -- torch habits -------------------------------------------------------------------------------------------------
@@ -399,6 +402,12 @@ class Tensor(torch.Tensor):
         from .client import values_out
 
         return values_out.reduce(self)
+
+
+def _refuse_graph(name: str, *tensors: torch.Tensor) -> None:
+    """As torch does: the change would not be in the graph."""
+    if any(t.requires_grad for t in tensors):
+        raise RuntimeError(f"Can't call {name}() on Variable that requires grad. Use var.detach().{name}() instead.")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

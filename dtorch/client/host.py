@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import DTorchError
 from ..interrupts import critical
 from ..mesh import DeviceMesh
 from ..placement import REPLICATE, PlacementList, along, boxed, is_packed, is_split
@@ -164,28 +165,31 @@ def mesh_of(args: Any, kwargs: dict[str, Any]) -> DeviceMesh | None:
 
 def place(info: Any, args: Any, kwargs: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, dict[str, Any]]:
     """Bring every uncommitted or plain tensor of a call to ``mesh``."""
-    written = {a.name for a in info.written}
+    written = {a.name for a in info.arguments_written(args, kwargs)}
     sources = _placed(args, kwargs) if written else []
 
-    def convert(value: Any, is_written: bool) -> Any:
+    def convert(value: Any, name: str) -> Any:
+        is_written = name in written
         if type(value) is Tensor:
             if value._spec is None:
                 commit(value, mesh, _like(value, sources, mesh) if is_written else None)
             return value
         if isinstance(value, torch.Tensor):
             if is_written:
-                raise TypeError(
-                    f"{info.name}: the destination is a plain torch.Tensor and the source a dtorch tensor; "
-                    "make the destination with dtorch.from_torch(t, device_mesh=..., placements=...), or copy values out with x.to_torch()"
+                # No TypeError: for ``plain += x`` Python would take it to mean ``plain = plain + x``.
+                raise DTorchError(
+                    f"{info.name}: argument '{name}' would be written, and is a plain torch.Tensor where another is a dtorch tensor; "
+                    "make it one of dtorch's, a module's by dtorch.distribute_module(module, mesh) or module.to(x.device), another by "
+                    "dtorch.from_torch(t, device_mesh=..., placements=...); or copy values out with x.to_torch()"
                 )
             return from_plain(value, mesh)
         if isinstance(value, (list, tuple)):
-            return [convert(item, is_written) for item in value]
+            return [convert(item, name) for item in value]
         return value
 
     arguments = info.arguments
-    placed = tuple([convert(v, arguments[i].name in written) for i, v in enumerate(args)])
-    return placed, {name: convert(v, name in written) for name, v in kwargs.items()}
+    placed = tuple([convert(v, arguments[i].name) for i, v in enumerate(args)])
+    return placed, {name: convert(v, name) for name, v in kwargs.items()}
 
 
 def _placed(args: Any, kwargs: dict[str, Any]) -> list[Spec]:

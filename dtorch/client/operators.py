@@ -140,10 +140,14 @@ def _in_place(base: Callable[..., Any], info: CallInfo) -> Callable[..., Any]:
             controller = way(self, self)
             if controller is not None:
                 plan, tensors, numbers = PLANS.get(key_of(info, (self, other), {}, [], [])), (self,), (other,)
-        if plan is not None and plan.is_inplace and self._value.copy is None:
-            if not (is_inference_mode_enabled() or self.is_inference()):
-                increment_version((self,))
-                return execute_inplace(info, plan, tensors, numbers, controller, _CALLER)
+        if (
+            plan is not None
+            and plan.is_inplace
+            and self._value.copy is None
+            and not (is_inference_mode_enabled() or self.is_inference())
+        ):
+            increment_version((self,))
+            return execute_inplace(info, plan, tensors, numbers, controller, _CALLER)
         return base(self, *_given(other, rest), **named)
 
     return run

@@ -17,7 +17,7 @@ Writes = Mapping[str, tuple[int, ...]]
 """For device functions, the positions of the arguments that they write. One that is not there and has no results may write them all."""
 
 _STATISTICS = ("running_mean", "running_var")
-#: Ops that write inputs without their schema saying so: the names of those inputs, and the flag that switches it on.
+#: Ops that write inputs without their schema saying so: the names of those inputs, and the flag that switches it on, if there is one.
 HIDDEN_WRITES: dict[Any, tuple[tuple[str, ...], str]] = {
     aten.batch_norm.default: (_STATISTICS, "training"),
     aten._batch_norm_impl_index.default: (_STATISTICS, "training"),
@@ -25,6 +25,7 @@ HIDDEN_WRITES: dict[Any, tuple[tuple[str, ...], str]] = {
     aten.native_batch_norm.default: (_STATISTICS, "training"),
     aten.cudnn_batch_norm.default: (_STATISTICS, "training"),
     aten.miopen_batch_norm.default: (_STATISTICS, "training"),
+    aten.batch_norm_update_stats.default: (_STATISTICS, ""),
 }
 
 #: Ops whose results share memory with an input without their schema saying so: the name of that input.
@@ -51,7 +52,7 @@ def effects(instruction: Instruction, local_writes: Writes) -> tuple[list[int], 
     written, viewed = _arguments(op)
     if op in HIDDEN_WRITES:
         names, flag = HIDDEN_WRITES[op]
-        if _given(instruction, *_place(op, flag)) is not False:
+        if not flag or _given(instruction, *_place(op, flag)) is not False:
             written = tuple(_place(op, name) for name in names)
     return (
         [slot for place in written for slot in _slots(_given(instruction, *place))],

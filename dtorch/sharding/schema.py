@@ -108,14 +108,17 @@ class OpInfo:
     def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """The indices of the tensors a call writes, in order."""
         written: list[int] = []
-        for argument in self.written:
+        for argument in self.arguments_written(args, kwargs):
             written += _indices(self.value_of(argument, args, kwargs))
+        return tuple(written)
+
+    def arguments_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Argument, ...]:
+        """The arguments a call writes, in order; those, too, of which the schema does not say so."""
         if self.hidden is not None:
             names, flag = self.hidden
-            if self.value_of(self.by_name[flag], args, kwargs):
-                for name in names:
-                    written += _indices(self.value_of(self.by_name[name], args, kwargs))
-        return tuple(written)
+            if not flag or self.value_of(self.by_name[flag], args, kwargs):
+                return (*self.written, *[self.by_name[name] for name in names])
+        return self.written
 
     def alias_of(self, output: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The index of the tensor that an output is a view of, or that it is (in-place); None if it is fresh."""

@@ -120,7 +120,7 @@ def _scaled(call: Call, passes: bool) -> list[Strategy]:
 def copy(call: Call) -> list[Strategy]:
     """The destination's old values do not matter, its placements do."""
     found = shards(call)
-    if keeps_sums(call, (1,)):
+    if len(call.inputs) == 2 and keeps_sums(call, (1,)):  # not a number
         found.append(Strategy((PARTIAL, PARTIAL), (PARTIAL,)))
     return found
 
