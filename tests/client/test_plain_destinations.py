@@ -53,14 +53,14 @@ def test_operators_of_ints(name: str) -> None:
         call(plain, place(torch.ones(6, dtype=torch.int64), "first"))
 
 
-@pytest.mark.parametrize(
-    "module", [nn.BatchNorm1d(3), nn.InstanceNorm1d(4, track_running_stats=True)], ids=["batch", "instance"]
-)
-def test_running_statistics(module: nn.Module) -> None:
+def test_running_statistics() -> None:
     x = place(X, "first")
-    with pytest.raises(dtorch.errors.DTorchError, match=r"argument 'running_mean' would be written.*distribute_module"):
-        module(x)
-    module.eval()(x)  # which writes none
+    for module in (nn.BatchNorm1d(3), nn.InstanceNorm1d(4, track_running_stats=True)):
+        with pytest.raises(
+            dtorch.errors.DTorchError, match=r"argument 'running_mean' would be written.*distribute_module"
+        ):
+            module(x)
+        module.eval()(x)  # which writes none
 
 
 @every_layout
