@@ -1,6 +1,6 @@
-"""``rms_norm``, kept whole with grad off: one op for torch's six, which cost the client 100 us where this costs 25.
+"""``rms_norm``, kept whole where no gradient is needed: one op for torch's six, which cost the client 100 us where this costs 25.
 
-With grad on it stays composed, so that gradients have the bits of plain torch; so it does where a normalised dim is split, for then only
+With a gradient it stays composed, so that gradients have the bits of plain torch; so it does where a normalised dim is split, for then only
 the means of squares are summed over devices.
 """
 
@@ -14,7 +14,7 @@ import torch
 from ..placement import is_split
 from ..tensor import Tensor
 from .products import run_whole
-from .torch_internals import compose
+from .torch_internals import compose, is_differentiated
 
 RMS_NORM = torch.ops.aten.rms_norm.default
 
@@ -23,7 +23,7 @@ def rms_norm(
     x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """torch's op: (…, D) and (D), for one or more normalised dims."""
-    if not torch.is_grad_enabled() and _fits(x, len(normalized_shape), weight):
+    if not is_differentiated(x, weight) and _fits(x, len(normalized_shape), weight):
         return run_whole(RMS_NORM, x, normalized_shape, weight, eps)
     return compose(RMS_NORM, x, normalized_shape, weight, eps)
 

@@ -1,14 +1,17 @@
-"""``linear``, ``matmul`` and ``tensordot`` of split tensors: one op, with a gradient of its own.
+"""``linear``, ``matmul`` and ``tensordot`` as one op, with a gradient of their own.
 
 torch makes of each a product of two matrices, for which several dims become one. Shards of a dim that is not the first of those are
 no consecutive rows, and uneven shards of the first no equal parts, so that the tensor would be redistributed before every product and
 after: hidden states whose sequence is split, for one. As one op nothing moves. The gradients are other such products, to any order.
-With grad off ``linear`` and ``matmul`` stay whole in any case: one op instead of three or four.
+And it is one op to issue, where torch's way of a ``linear`` of three dims is four forward and eight backward.
+
+``torch.func`` and traces get torch's way where it moves nothing: an ``autograd.Function`` of Python's has no place there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +19,10 @@ import torch
 from ..sharding.products import batch_of, linear_breaks, matmul_breaks, tensordot_breaks
 from ..tensor import Tensor
 from . import dispatch
-from .torch_internals import below_autograd, compose, is_in_dispatch_mode
+from .torch_internals import below_autograd, compose, is_differentiated, is_in_dispatch_mode, is_transformed
 
 aten = torch.ops.aten
-LINEAR, MATMUL, TENSORDOT = aten.linear.default, aten.matmul.default, aten.tensordot.default
+LINEAR, MATMUL, TENSORDOT, MM = aten.linear.default, aten.matmul.default, aten.tensordot.default, aten.mm.default
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,9 +34,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         and x.shape[-1] == weight.shape[1]
         and (bias is None or bias.shape == weight.shape[:1])
     )
-    if fits and not torch.is_grad_enabled():
+    if fits and not is_differentiated(*given):
         return run_whole(LINEAR, *given)
-    if fits and linear_breaks(x._spec):
+    if fits and (not is_transformed() or linear_breaks(x._spec)):
         return _Linear.apply(x, weight, bias)
     return compose(LINEAR, *given)
 
@@ -47,9 +50,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if b.ndim == 1:
         return matmul(a, b.unsqueeze(1)).squeeze(-1)
     batch = batch_of(a.shape, b.shape) if a.shape[-1] == b.shape[-2] else None
-    if batch is not None and not torch.is_grad_enabled():
+    if batch is not None and not is_differentiated(a, b):
         return run_whole(MATMUL, a, b)
-    if batch is not None and matmul_breaks(a._spec, b._spec, batch):
+    if batch is not None and (not is_transformed() or matmul_breaks(a._spec, b._spec, batch)):
         return _Matmul.apply(a, b)
     return compose(MATMUL, a, b)
 
@@ -88,22 +91,50 @@ def run_whole(op: Any, *args: Any) -> Any:
     return dispatch.call(dispatch.info_of(op), args, {})
 
 
+def _part(op: Any, *args: Any) -> Any:
+    """A product that a gradient is made of: as one op, unless it is itself to have a gradient."""
+    return op(*args) if torch.is_grad_enabled() else run_whole(op, *args)
+
+
+def _tangent(product: Callable[..., Any], a: Any, b: Any, of_a: Any, of_b: Any) -> Any:
+    """Of a product, given the tangents of its factors; None if neither has one."""
+    parts = [product(*factors) for factors in ((of_a, b), (a, of_b)) if None not in factors]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
         return run_whole(LINEAR, x, weight) if bias is None else run_whole(LINEAR, x, weight, bias)
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Any, of_weight: Any, of_bias: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        tangent = _tangent(torch.nn.functional.linear, x, weight, of_x, of_weight)
+        if tangent is None:
+            return of_bias.expand(*x.shape[:-1], weight.shape[0])
+        return tangent if of_bias is None else tangent + of_bias
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = list(range(x.ndim - 1))
-        return (
-            torch.nn.functional.linear(grad, weight.t().conj()) if of_x else None,
-            aten.tensordot(grad, x.conj(), rows, rows) if of_weight else None,
-            grad.sum(rows) if of_bias else None,
-        )
+        if x.is_complex():
+            x, weight = x.conj(), weight.conj()
+        grad_x = grad_weight = None
+        if of_x:
+            grad_x = _part(MATMUL if x.ndim > 2 else MM, grad, weight)
+        if of_weight:
+            grad_weight = _part(TENSORDOT, grad, x, rows, rows)
+        return grad_x, grad_weight, grad.sum(rows) if of_bias else None
+
+
+def _summed(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The gradient of what was broadcast from ``shape``."""
+    return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
 class _Matmul(torch.autograd.Function):
@@ -112,24 +143,31 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any) -> Any:
         ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
         return run_whole(MATMUL, a, b)
+
+    @staticmethod
+    def jvp(ctx: Any, of_a: Any, of_b: Any) -> Any:
+        return _tangent(torch.matmul, *ctx.saved_tensors, of_a, of_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         a, b = ctx.saved_tensors
         of_a, of_b = ctx.needs_input_grad
+        if a.is_complex():
+            a, b = a.conj(), b.conj()
         batch = list(range(grad.ndim - 2))
         grad_a = grad_b = None
         if of_a and a.ndim == 2:
             dims = [*batch, grad.ndim - 1]
-            grad_a = aten.tensordot(grad, b.conj(), dims, dims)
+            grad_a = _part(TENSORDOT, grad, b, dims, dims)
         elif of_a:
-            grad_a = torch.matmul(grad, b.mH).sum_to_size(a.shape)
+            grad_a = _summed(_part(MATMUL, grad, b.mT), a.shape)
         if of_b and b.ndim == 2:
             dims = [*batch, grad.ndim - 2]
-            grad_b = aten.tensordot(a.conj(), grad, dims, dims)
+            grad_b = _part(TENSORDOT, a, grad, dims, dims)
         elif of_b:
-            grad_b = torch.matmul(a.mH, grad).sum_to_size(b.shape)
+            grad_b = _summed(_part(MATMUL, a.mT, grad), b.shape)
         return grad_a, grad_b
 
 
@@ -139,8 +177,14 @@ class _Tensordot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, dims_a: list[int], dims_b: list[int]) -> Any:
         ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
         ctx.dims = dims_a, dims_b
         return run_whole(TENSORDOT, a, b, dims_a, dims_b)
+
+    @staticmethod
+    def jvp(ctx: Any, of_a: Any, of_b: Any, *dims: Any) -> Any:
+        product = functools.partial(torch.tensordot, dims=ctx.dims)
+        return _tangent(product, *ctx.saved_tensors, of_a, of_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

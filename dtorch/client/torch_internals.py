@@ -514,6 +514,16 @@ any_requires_grad = torch._C._any_requires_grad
 increment_version = torch._C._increment_version
 
 
+def is_differentiated(*tensors: object) -> bool:
+    """Whether a gradient of these may be asked for, or they may have tangents."""
+    return (torch.is_grad_enabled() and any_requires_grad(*tensors)) or forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or a trace stands before us."""
+    return _transform() is not None or _trace() is not None
+
+
 def is_at_work() -> bool:
     """Whether anything stands before a handle that needs no gradient: a mode, autocast, a profiler, ``torch.func``, a trace."""
     return bool(

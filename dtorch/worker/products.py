@@ -96,6 +96,28 @@ def _linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def _shape_of_matmul(a: torch.Tensor, b: torch.Tensor) -> Sequence[int] | None:
+    flat = a.ndim >= 2 and a.is_contiguous() and a.numel() > 0 and b.ndim == 2
+    return (*a.shape[:-1], b.shape[1]) if flat else None
+
+
+def _matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a.view(-1, a.shape[-1]), b, out=out.view(-1, out.shape[-1]))
+
+
+def _shape_of_tensordot(
+    a: torch.Tensor, b: torch.Tensor, dims_a: Sequence[int], dims_b: Sequence[int]
+) -> Sequence[int] | None:
+    # Over all rows, as of a weight's gradient.
+    rows = list(range(a.ndim - 1))
+    flat = a.numel() > 0 and b.numel() > 0 and a.is_contiguous() and b.is_contiguous() and a.shape[:-1] == b.shape[:-1]
+    return (a.shape[-1], b.shape[-1]) if rows and flat and list(dims_a) == list(dims_b) == rows else None
+
+
+def _tensordot(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *dims: Sequence[int]) -> None:
+    torch.mm(a.view(-1, a.shape[-1]).t(), b.view(-1, b.shape[-1]), out=out)
+
+
 def _out_of(function: Callable[..., torch.Tensor], out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     function(*args, **kwargs, out=out)
 
@@ -105,4 +127,6 @@ PRODUCTS = {
     "aten.bmm.default": _Product(_of_matrices(0), functools.partial(_out_of, torch.bmm)),
     "aten.addmm.default": _Product(_of_matrices(1), functools.partial(_out_of, torch.addmm)),
     "aten.linear.default": _Product(_shape_of_linear, _linear),
+    "aten.matmul.default": _Product(_shape_of_matmul, _matmul),
+    "aten.tensordot.default": _Product(_shape_of_tensordot, _tensordot),
 }

@@ -217,7 +217,7 @@ TENSORS: dict[str, Case] = {
     "meshes differ": (lambda g: g.x + g.other, MeshMismatch, r"\[0, 1\].*\[2, 3\].*redistribute"),
     "meshes differ in place": (lambda g: g.x.add_(g.other), MeshMismatch, r"\[0, 1\].*\[2, 3\]"),
     "meshes differ in a list": (lambda g: torch.cat([g.x, g.other]), MeshMismatch, r"\[0, 1\].*\[2, 3\]"),
-    "a plain destination": (lambda g: torch.ones(4, 3).add_(g.x), RuntimeError, "plain.*from_torch"),
+    "a plain destination": (lambda g: torch.ones(4, 3).add_(g.x), dtorch.errors.DTorchError, "plain.*from_torch"),
     "a plain out=": (lambda g: torch.add(g.x, g.x, out=torch.ones(4, 3)), TypeError, "plain.*from_torch"),
     "resize_": (lambda g: g.x.resize_(2, 2), RuntimeError, "cannot be resized"),
     "numpy with a gradient": (lambda g: dtorch.ones(2, requires_grad=True).numpy(), RuntimeError, "detach"),

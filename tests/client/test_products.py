@@ -34,6 +34,11 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]], list[
     "linear, all apart": (linear, [(4, 7, 6), (5, 6), (5,)], [[S1, S0, S2], [S0, S0, S1], [R, R, S0]]),
     "linear, uneven batch": (linear, [(3, 7, 6), (5, 6), (5,)], [[S0, R, R], [R] * 3, [R] * 3]),
     "linear, more dims": (linear, [(2, 3, 4, 6), (5, 6), (5,)], [[S2, S1, R], [R] * 3, [R] * 3]),
+    "linear of a matrix": (linear, [(4, 6), (5, 6), (5,)], [[S0, R, R], [R, R, S0], [R, R, S0]]),
+    "linear of a matrix, by rows": (linear, [(4, 6), (5, 6)], [[R, R, S1], [R, R, S1]]),
+    "linear, whole": (linear, [(2, 3, 6), (5, 6), (5,)], [[R] * 3, [R] * 3, [R] * 3]),
+    "heads, whole": (matmul, [(2, 4, 7, 6), (2, 4, 6, 5)], [[R] * 3, [R] * 3]),
+    "heads, by heads": (matmul, [(2, 4, 7, 6), (2, 4, 6, 5)], [[S0, R, S1], [S0, R, S1]]),
     "sequence and a matrix": (matmul, [(4, 7, 6), (6, 5)], [[S0, S1, R], [R, R, S1]]),
     "sequence and a vector": (matmul, [(4, 7, 6), (6,)], [[S0, S1, R], [R] * 3]),
     "a vector and a stack": (matmul, [(6,), (4, 6, 7)], [[R] * 3, [R, S2, R]]),
@@ -157,3 +162,100 @@ def test_autocast(dtype: torch.dtype) -> None:
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours.to_torch(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def twice(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return linear(linear(x, weight).relu() @ weight, weight)
+
+
+def ways() -> dict[str, Callable[..., Any]]:
+    forward_ad = torch.autograd.forward_ad
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (6,)) * weight.sum()
+
+    def jvp(mode: Any, *of: int) -> Callable[..., Any]:
+        def tangents(*given: torch.Tensor) -> Any:
+            with forward_ad.dual_level(), mode():
+                duals = [
+                    forward_ad.make_dual(t.detach(), t.detach() + 1) if i in of else t for i, t in enumerate(given)
+                ]
+                return [*forward_ad.unpack_dual(twice(*duals)), *forward_ad.unpack_dual(normed(*duals))]
+
+        return tangents
+
+    def checkpointed(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        torch.utils.checkpoint.checkpoint(twice, x, weight, use_reentrant=False).square().sum().backward()
+        return [x.grad, weight.grad]
+
+    def hooked(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        out = linear(x, weight)
+        out.register_hook(lambda grad: grad * 2)
+        weight.register_hook(lambda grad: grad + 1)
+        out.sum().backward()
+        return [x.grad, weight.grad]
+
+    def kept(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        loss = twice(x, weight).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [x.grad, weight.grad]
+
+    def written(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        h = x * 1
+        out = linear(h, weight)
+        h.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        return []
+
+    def cast(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = linear(x.float(), weight.float())
+        out.float().square().sum().backward()
+        return [out, x.grad, weight.grad]
+
+    def one(at: int) -> Callable[..., Any]:
+        def of_one(*given: torch.Tensor) -> Any:
+            rest = [t if i == at else t.detach() for i, t in enumerate(given)]
+            return torch.autograd.grad(twice(*rest).square().sum(), given[at])
+
+        return of_one
+
+    return {
+        "tangent of x": jvp(torch.enable_grad, 0), "tangent of the weight": jvp(torch.enable_grad, 1),
+        "tangents, no_grad": jvp(torch.no_grad, 0, 1),
+        "checkpointed": checkpointed, "hooked": hooked, "kept": kept, "written": written, "cast": cast,
+        "of x": one(0), "of the weight": one(1), "grad": lambda *t: torch.func.grad(lambda *t: twice(*t).sum(), (0, 1))(*t),
+        "jacobian": lambda *t: torch.func.jacrev(twice)(*t), "forward jacobian": lambda *t: torch.func.jacfwd(twice)(*t),
+        "vmap": lambda x, weight: torch.func.vmap(twice, (0, None))(x, weight),
+        "traced": lambda *t: torch.jit.trace(twice, t, check_trace=False)(*t),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [[S0, R, R], [S0, S1, S2], [R, R, S1]], ids=str)
+@pytest.mark.parametrize("way", ways())
+def test_ways_of_autograd(way: str, where: list[Any]) -> None:
+    plain = [t.requires_grad_() for t in tensors([(4, 3, 6), (6, 6)])]
+    placed = place([t.detach() for t in plain], [where, [R] * 3])
+    found, expected = [ways()[way](*ts) for ts in (placed, plain)]
+    found, expected = [one if isinstance(one, (list, tuple)) else [one] for one in (found, expected)]
+    for ours, theirs in zip(found, expected, strict=True):
+        close = {"rtol": 1e-2, "atol": 0.1} if way == "cast" else {}
+        torch.testing.assert_close(ours.detach().to_torch(), theirs.detach(), **close)
+
+
+def test_a_step_of_training_is_few_ops() -> None:
+    x, weight, bias = place(tensors([(4, 8, 6), (5, 6), (5,)]), [[S0, R, R], [R] * 3, [R] * 3])
+    q, k = place(tensors([(2, 4, 8, 6), (2, 4, 8, 6)]), [[S0, R, R]] * 2)
+    for call, given, expected in (
+        (linear, (x, weight, bias), {"linear", "matmul", "tensordot", "sum"}),
+        (linear, (x[0], weight, bias), {"linear", "mm", "tensordot", "sum"}),
+        (matmul, (q, k.mT), {"matmul", "transpose"}),
+    ):
+        given = [t.detach().requires_grad_() for t in given]
+        with dtorch.record() as r:
+            out = call(*given)
+            torch.autograd.grad(out, given, out.detach())
+        assert {one.name.split(".")[1] for one in r.ops if one.name.startswith("aten")} - {"detach"} == expected
+        assert len([one for one in r.ops if one.name.split(".")[1:2] == ["matmul"]]) <= 3

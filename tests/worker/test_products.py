@@ -74,6 +74,13 @@ ARGUMENTS: dict[str, list[tuple[tuple[int, ...], ...]]] = {
         ((37, 19), (23, 19)), ((2, 5, 64), (30, 64)), ((2, 5, 64), (30, 64), (30,)), ((7,), (3, 7)), ((7,), (7,)),
         ((4, 0), (3, 0)), ((0, 5), (3, 5), (3,)), ((37, 19), (23, 19), (23,)),
     ],
+    "aten.matmul.default": [
+        ((37, 19), (19, 23)), ((2, 5, 64), (64, 30)), ((2, 3, 5, 64), (64, 30)), ((7,), (7, 3)), ((5, 7), (7,)), ((2, 5, 64), (2, 64, 30)),
+        ((4, 0), (0, 3)), ((0, 5), (5, 3)),
+    ],
+    "aten.tensordot.default": [
+        ((37, 19), (37, 23)), ((2, 5, 64), (2, 5, 30)), ((2, 3, 5, 64), (2, 3, 5, 30)), ((7,), (7,)), ((0, 4), (0, 3)), ((1, 4), (5, 3)),
+    ],
 }  # fmt: skip
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.int8, torch.uint8,
@@ -102,8 +109,9 @@ def test_the_bits_are_the_ops(name: str, dtype: torch.dtype, monkeypatch: pytest
     computed = products.computed_into(name, plain, empty)
     for shapes in ARGUMENTS[name]:
         args = [whole(shape, dtype, seed) / (3 if dtype.is_floating_point else 1) for seed, shape in enumerate(shapes)]
+        dims = [list(range(len(shapes[0]) - 1))] * 2 if "tensordot" in name else []
         for given in [arg.to(dtype) for arg in args], [strange(arg.to(dtype)) for arg in args]:
-            expected, found = plain(*given), computed(*given)
+            expected, found = plain(*given, *dims), computed(*given, *dims)
             assert torch.equal(found, expected), (name, shapes)
             assert found.dtype is expected.dtype
             assert found.stride() == expected.stride() or not found.numel()
