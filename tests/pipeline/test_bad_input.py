@@ -84,7 +84,7 @@ WRONG_STAGE = {
     "input": (lambda g: run(g, xs=g.ys), r"inputs\[0\] is on .*\[2, 3\].*stage 0.*\[0, 1\]"),
     "target": (lambda g: run(g, ys=g.xs), r"targets\[0\] is on .*\[0, 1\].*stage 1.*\[2, 3\]"),
     "gradient": (lambda g: stage_backward(g.stages[0](g.xs[0]), g.ys[0]), r"grad is on .*\[2, 3\].*output on .*\[0, 1\]"),
-    "activation": (lambda g: g.stages[1](g.stages[0](g.xs[0])), r"addmm.*\[2, 3\].*\[0, 1\]"),
+    "activation": (lambda g: g.stages[1](g.stages[0](g.xs[0])), r"linear.*\[0, 1\].*\[2, 3\]"),
     "attention": (lambda g: attention(g), r"scaled_dot_product.*\[0, 1\].*\[2, 3\]"),
     "optimizer": (lambda g: g.stages[0].weight.detach().add_(g.stages[1].weight.detach()), BOTH),
 }  # fmt: skip
