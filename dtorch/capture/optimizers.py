@@ -3,14 +3,19 @@
 Learning rates, step counts and the like are numbers of Python that change between calls, often by a scheduler outside. So at every call
 the optimizer's own code runs, but for its work on our tensors: calls of torch's functions with these are not made, they are matched with
 the recorded ones, and their numbers go into the program. Whatever arithmetic the optimizer does on the way is right by construction.
+
+That is half of a small step's time, for each parameter is asked for much. So an optimizer without state, all of whose settings are the
+objects that they were at the last call, is not asked again: `Asked`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +32,10 @@ KNOWN = frozenset(
         torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
     }
 )  # fmt: skip
+
+
+#: Types of settings that are what they were if they are the same object.
+_UNCHANGING = frozenset({float, int, bool, str, type(None)})
 
 
 def is_number(value: Any) -> bool:
@@ -47,6 +56,50 @@ class StepCall:
     slots: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
+class Asked:
+    """All that a step of an optimizer without state can depend on, as it was, and the numbers that it gave."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, numbers: dict[int, Any]) -> None:
+        self.numbers = numbers
+        self._class = type(optimizer)
+        self._step = type(optimizer).step
+        self._names = set(vars(optimizer))
+        self._groups = [(list(group), list(group.values()), list(group["params"])) for group in optimizer.param_groups]
+
+    @staticmethod
+    def is_possible(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has no state, no settings that change in place, and nobody sees its steps, as a scheduler does."""
+        return not (
+            optimizer.state
+            or vars(optimizer).keys() & {"step", "grad_scale", "found_inf"}
+            or any(
+                name != "params" and type(value) not in _UNCHANGING
+                for group in optimizer.param_groups
+                for name, value in group.items()
+            )
+        )
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the next step gives the same numbers, and does nothing else."""
+        groups = optimizer.param_groups
+        if (
+            optimizer.state
+            or type(optimizer) is not self._class
+            or self._class.step is not self._step
+            or vars(optimizer).keys() != self._names
+            or len(groups) != len(self._groups)
+            or _is_watched(optimizer)
+        ):
+            return False
+        for group, (names, values, params) in zip(groups, self._groups, strict=True):
+            now = group["params"]
+            if list(group) != names or len(now) != len(params):
+                return False
+            if not all(map(operator.is_, group.values(), values)) or not all(map(operator.is_, now, params)):
+                return False
+        return True
+
+
 class Section:
     """One optimizer's step."""
 
@@ -54,6 +107,7 @@ class Section:
         self._recorder = recorder
         self.optimizer = optimizer
         self.calls: list[StepCall] = []
+        self.asked: Asked | None = None
         self.grads = [(p, _gradient_like(p)) for group in optimizer.param_groups for p in group["params"]]
         self.settings = settings_of(optimizer)
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -120,6 +174,11 @@ class Section:
     def run(self, call: Any) -> None:
         """Have the optimizer work out this call's numbers."""
         optimizer = self.optimizer
+        asked = self.asked
+        if asked is not None and asked.holds(optimizer):
+            for slot, number in asked.numbers.items():
+                call.numbers[slot] = number
+            return
         if not _alike(self.settings, settings_of(optimizer)):
             raise Mismatch
         call.undo += [
@@ -143,6 +202,10 @@ class Section:
         finally:
             for parameter, grad in swapped:
                 torch_internals.set_grad(parameter, grad)
+        self.asked = None
+        if Asked.is_possible(optimizer):
+            slots = [slot for noted in self.calls for slot in noted.slots.values()]
+            self.asked = Asked(optimizer, {slot: call.numbers[slot] for slot in slots})
 
 
 class _Again(TorchFunctionMode):
@@ -253,5 +316,15 @@ def _ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -
         recorder.section = None
 
 
-register_optimizer_step_pre_hook(_begins)
-register_optimizer_step_post_hook(_ends)
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else has hooks on its steps."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks.keys() != {_BEGINS}
+        or torch_optimizer._global_optimizer_post_hooks.keys() != {_ENDS}
+    )
+
+
+_BEGINS = register_optimizer_step_pre_hook(_begins).id
+_ENDS = register_optimizer_step_post_hook(_ends).id

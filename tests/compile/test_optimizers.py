@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dtorch
 from dtorch import Shard
@@ -130,3 +131,105 @@ def test_a_scheduler_inside_is_run_op_by_op() -> None:
         close(compiled(placed(X)), found[1](X))
     for _ in range(3):
         close(compiled(placed(X)), found[1](X))
+
+
+def _lower_rate(optimizer: Any, seen: list[int]) -> None:
+    optimizer.param_groups[0]["lr"] = 0.025
+
+
+def _raise_decay(optimizer: Any, seen: list[int]) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def _ask_for_momentum(optimizer: Any, seen: list[int]) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.9
+
+
+def _drop_a_parameter(optimizer: Any, seen: list[int]) -> None:
+    del optimizer.param_groups[0]["params"][1]
+
+
+def _split_the_group(optimizer: Any, seen: list[int]) -> None:
+    parameter = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [parameter], "lr": 0.3})
+
+
+def _add_a_hook(optimizer: Any, seen: list[int]) -> None:
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+
+
+def _add_a_late_hook(optimizer: Any, seen: list[int]) -> None:
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+
+
+def _change_the_rate_in_a_hook(optimizer: Any, seen: list[int]) -> None:
+    optimizer.register_step_pre_hook(
+        lambda chosen, *_: chosen.param_groups[0].update(lr=chosen.param_groups[0]["lr"] / 2)
+    )
+
+
+def _wrap_the_step(optimizer: Any, seen: list[int]) -> None:
+    step = optimizer.step
+
+    def counted(*args: Any) -> Any:
+        seen.append(1)
+        return step(*args)
+
+    optimizer.step = counted
+
+
+def _load_state(optimizer: Any, seen: list[int]) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.7
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _lower_rate, _raise_decay, _ask_for_momentum, _drop_a_parameter, _split_the_group, _add_a_hook, _add_a_late_hook,
+        _change_the_rate_in_a_hook, _wrap_the_step, _load_state,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("foreach", [None, False])
+def test_an_optimizer_without_state_is_changed_when_it_has_long_been_the_same(
+    change: Callable[[Any, list[int]], None], foreach: bool | None
+) -> None:
+    """Its own code is not run while nothing that it depends on has changed."""
+    model, plain = models()
+    steps: list[Any] = []
+    optimizers: list[Any] = []
+    for module in (model, plain):
+        optimizers.append(torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.01, foreach=foreach))
+        steps.append(step_of(module, optimizers[-1]))
+    steps[0] = dtorch.compile(steps[0])
+    seen: list[list[int]] = [[], []]
+    for i in range(12):
+        if i == 6:
+            for optimizer, one in zip(optimizers, seen, strict=True):
+                change(optimizer, one)
+        close(steps[0](placed(X + i / 10)), steps[1](X + i / 10))
+        assert seen[0] == seen[1]
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.to_torch(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_hooks_of_every_optimizer_are_called() -> None:
+    model, _ = models()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dtorch.compile(step_of(model, optimizer))
+    for _ in range(4):
+        step(placed(X))
+    seen: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda chosen, *_: seen.append(chosen)),
+        register_optimizer_step_post_hook(lambda chosen, *_: seen.append(chosen)),
+    ]
+    try:
+        step(placed(X))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [optimizer] * 2
+    step(placed(X))
+    assert len(seen) == 2
