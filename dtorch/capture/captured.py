@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..client import aliasing, handles, lines, rebinding, runtime, torch_internals
 from ..client.controller import AHEAD, Controller
 from ..client.handles import wrap, wrap_view
-from ..client.values import Value, next_value_id
+from ..client.values import Value, new_value, next_value_id
 from ..interrupts import critical
 from ..program.compose import Segment
 from ..program.text import lines_of
@@ -191,9 +192,8 @@ class Captured:
         outputs = self._outputs(call, values)
         if self.gradient is not None:
             outputs = self.gradient.attach(call, values, outputs)
-        for binding in self.bindings:
-            child = None if binding.output is None else outputs[binding.output]
-            binding.edge.put(child)
+        if self.bindings:
+            self._bind(outputs)
         for index, output in self.rebound:
             rebinding.rebind(handles[index], outputs[output])
         result = self.result(outputs, tensors, call.returned, call.plain)
@@ -264,6 +264,9 @@ class Captured:
                 segment = self.segments[index]
                 count = len(segment.outputs)
                 for base, group in self.made[len(call.made) : len(call.made) + count]:
+                    if base is None and group is None:
+                        call.made.append(new_value())
+                        continue
                     root = None
                     if base is not None:
                         root = handles[base]._value.root
@@ -287,9 +290,19 @@ class Captured:
 
     def _release(self, controller: Controller) -> None:
         """Let go of gradients that the call replaces unread: else they would live while the new ones are made."""
-        for edge in self.released:
-            torch_internals.set_grad(edge.container, None)
+        torch_internals.set_grads((edge.container, None) for edge in self.released)
         controller.drain()
+
+    def _bind(self, outputs: list[Any]) -> None:
+        """Put what the call leaves behind to its places."""
+        grads = []
+        for binding in self.bindings:
+            child = None if binding.output is None else outputs[binding.output]
+            if binding.edge.kind == "grad":
+                grads.append((binding.edge.container, child))
+            else:
+                binding.edge.put(child)
+        torch_internals.set_grads(grads)
 
     def _outputs(self, call: Call, values: list[Value]) -> list[Any]:
         outputs: list[Any] = []
@@ -305,6 +318,8 @@ class Captured:
 
     def settle(self) -> None:
         """All is known."""
+        sizes = Counter(group for _, group in self.made)
+        self.made = [(base, group if sizes[group] > 1 else None) for base, group in self.made]
         if is_straight(self):
             self.straight = Straight(self)
 

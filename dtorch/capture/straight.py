@@ -123,7 +123,6 @@ class _Writer:
         captured = self.captured
         lines = [f"def issue({', '.join(['controller', 'fixed', 'commands', *self.arguments()])}):"]
         first_made = self.count + len(captured.fixed) + len(captured.constants)
-        groups = [group for _, group in captured.made]
         firsts: dict[int, str] = {}
         made = 0
         for index, (sources, segment) in enumerate(zip(captured.sources, captured.segments, strict=True)):
@@ -138,7 +137,7 @@ class _Writer:
                 root = None
                 if base is not None:
                     root = f"{self.value(base)}.root"
-                elif group is not None and groups.count(group) > 1:
+                elif group is not None:
                     root = f"{firsts[group]}.root" if group in firsts else None
                     firsts.setdefault(group, f"m{made}")
                 fresh = "new_value()" if root is None else f"Value(next_id(), {root})"

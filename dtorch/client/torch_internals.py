@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -331,6 +331,14 @@ def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
     """torch's own ``tensor.grad = grad``, past function modes."""
     with torch._C.DisableTorchFunction():
         torch._C.TensorBase.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+
+
+def set_grads(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """`set_grad` of each, at a third of the cost."""
+    put = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunction():
+        for tensor, grad in grads:
+            put(tensor, grad)
 
 
 def tell_of_swaps(tell: Callable[[], None]) -> None:
