@@ -12,19 +12,18 @@ from weakref import ref
 import torch
 from torch import get_default_dtype
 
-from ..errors import DTorchError, MeshMismatch
+from ..errors import MeshMismatch
 from ..interrupts import critical
 from ..sharding import shapes
-from ..sharding.plan import Choice, Plan, plan_gathered, returns
+from ..sharding.plan import Choice, Plan, returns
 from ..sharding.schema import OpInfo
-from ..sharding.spec import Spec
 from ..tensor import Tensor
-from . import aliasing, host, inserted, issuing, kept, meshes, runtime
+from . import aliasing, gathered, host, inserted, kept, meshes, runtime
 from .aliasing import root_of
 from .controller import AHEAD_BYTES, LARGE_BYTES, LOOK, Controller
 from .handles import describe as describe_handle
 from .handles import wrap, wrap_view
-from .planning import PLANS, forget_plans, key_of, make_plan, with_metas, with_tensors, written_plan
+from .planning import PLANS, forget_plans, key_of, make_plan, with_tensors, written_plan
 from .torch_internals import make_wrapper
 from .values import FREED, Taken, new_value, next_value_id
 
@@ -90,15 +89,15 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         controller.follow_default_dtype()
     plan = PLANS.get(key) or PLANS.older(key)
     if plan is None:
-        is_gathered, mismatch = False, None
+        is_dependent, mismatch = False, None
         try:
             plan = make_plan(info, args, kwargs, tensors, numbers, controller, choice)
         except shapes.DataDependent:
-            is_gathered = True
+            is_dependent = True
         except MeshMismatch as error:
             mismatch = error.with_traceback(None)  # whose frames would keep the tensors
-        if is_gathered:
-            return call_gathered(info, args, kwargs, tensors, numbers, controller)
+        if is_dependent:
+            return gathered.run(info, args, kwargs, tensors, numbers, controller)
         if plan is None:
             return meshes.run(info, args, kwargs, tensors, mismatch)
         PLANS.put(key, plan)
@@ -106,6 +105,8 @@ def call(info: CallInfo, args: Any, kwargs: dict[str, Any], choice: Choice | Non
         aliasing.tell(tensors, plan.writes)
     if plan.is_simple:
         return execute_simple(info, plan, tensors, numbers, controller)
+    if plan.are_fresh:
+        return execute_several(info, plan, tensors, numbers, controller)
     if plan.is_inplace and tensors[plan.writes[0]]._value.copy is None:
         return execute_inplace(info, plan, tensors, numbers, controller)
     if plan.is_view:
@@ -285,6 +286,39 @@ def execute_simple(
     return result
 
 
+def execute_several(
+    info: CallInfo, plan: Plan, tensors: Sequence[Tensor], numbers: Sequence[Any], controller: Controller
+) -> tuple[Tensor, ...] | list[Tensor]:
+    """`execute` for an op with several fresh results, nothing written, nothing moved."""
+    if plan.nbytes > LARGE_BYTES and FREED:
+        with controller.lock:
+            controller.drain()
+    results = []
+    for spec in plan.outputs:
+        result = make_wrapper(*(spec.handle or describe_handle(spec)))
+        result._spec = spec
+        result._value = new_value()
+        results.append(result)
+    command = [plan.program_id]
+    floor = controller.floor
+    with controller.lock:
+        for tensor in tensors:
+            value = tensor._value
+            if value.id < floor:
+                raise controller.foreign()
+            if value.copy is not None:
+                aliasing.refresh(controller, value)
+            command.append(value.id)
+        command += [result._value.id for result in results]
+        if numbers:
+            command += numbers
+        if plan.operands:
+            command += plan.operands
+        controller.issue(command, info.name, CALLER)
+    controller.ran(plan.nbytes)
+    return results if plan.structure == "list" else tuple(results)
+
+
 def execute_inplace(
     info: CallInfo,
     plan: Plan,
@@ -343,31 +377,6 @@ def execute_view(
     if not controller.sequence & LOOK or controller.sync:
         controller.ran(0)
     return result
-
-
-def call_gathered(
-    info: CallInfo, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[Any], controller: Controller
-) -> Any:
-    """Run an op whose outputs' shapes depend on values: gathered, and Python waits to learn them."""
-    if info.structure not in ("tensor", "tuple") or info.is_mutable:
-        raise DTorchError(f"{info.name} is not supported on dtorch tensors: call it on x.to_torch()")
-    metas, named = with_metas(args, kwargs)
-    count = len(info.op._schema.returns)
-    plan = plan_gathered(info, metas, named, [t._spec for t in tensors], count)
-    mesh = plan.mesh
-    controller.mesh(mesh)
-    if plan.moves:
-        inserted.tell(info.name, [t._spec for t in tensors], plan.moves, plan.decision.gathered, plan.call)
-    aliasing.tell(tensors)
-    program = controller.define(plan.program)
-    values = issuing.queue(controller, program, tensors, count, [*numbers, *plan.operands], info.name)
-    described = controller.describe([v.id for v in values], mesh)
-    placements = plan.decision.inputs[0]
-    results = [
-        wrap(Spec.of(mesh, placements, shape, stride, dtype), value)
-        for value, (shape, stride, dtype) in zip(values, described, strict=True)
-    ]
-    return results[0] if info.structure == "tensor" else tuple(results)
 
 
 Tensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]

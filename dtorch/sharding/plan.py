@@ -45,7 +45,7 @@ class Choice:
     plan: Plan | None = None
     #: What who runs it keeps of it.
     kept: Any = None
-    is_simple = is_inplace = is_view = is_direct = False
+    is_simple = are_fresh = is_inplace = is_view = is_direct = False
 
     def at(self, specs: Sequence[Spec]) -> Choice:
         """The same choice for the same tensors under other placements."""
@@ -87,6 +87,8 @@ class Plan:
     names_shapes: bool = False
     #: One fresh result, nothing written, nothing moved.
     is_simple: bool = dataclasses.field(init=False)
+    #: Several fresh results, nothing written, nothing moved.
+    are_fresh: bool = dataclasses.field(init=False)
     #: One tensor written, and returned, nothing moved.
     is_inplace: bool = dataclasses.field(init=False)
     #: Nothing moved or completed, and one tensor written at most.
@@ -103,6 +105,8 @@ class Plan:
         self.completed = completions(self)
         moved = self.moves or self.completed
         self.is_simple = fresh and self.structure == "tensor" and not self.writes and not moved
+        several = self.structure in ("tuple", "list") and set(self.aliases) == {None} and None not in self.outputs
+        self.are_fresh = several and not self.writes and not moved
         self.is_inplace = (
             self.structure == "tensor" and len(self.writes) == 1 and self.aliases == self.writes and not moved
         )
